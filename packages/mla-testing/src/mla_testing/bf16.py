@@ -10,7 +10,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["CANARY", "INF", "NAN", "UNIT_ROUNDOFF", "from_float", "half_ulp", "round_to_bf16", "to_float32", "to_float64"]
+__all__ = [
+    "CANARY",
+    "INF",
+    "NAN",
+    "UNIT_ROUNDOFF",
+    "from_float",
+    "half_ulp",
+    "round_to_bf16",
+    "to_float32",
+    "to_float64",
+]
 
 #: Largest relative error of one rounding to bfloat16 (8 significant bits, one of them implicit).
 UNIT_ROUNDOFF = 2.0**-8
@@ -34,10 +44,8 @@ def from_float(values: ArrayLike) -> NDArray[np.uint16]:
     values = np.asarray(values)
     if values.dtype.name == "bfloat16":
         return values.view(np.uint16).copy()
-    if values.dtype == np.float64:
-        single = _round_to_odd(values)
-    else:
-        single = np.ascontiguousarray(values, dtype=np.float32)
+    exact = values.dtype != np.float64
+    single = np.ascontiguousarray(values, dtype=np.float32) if exact else _round_to_odd(values)
     bits = single.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
     quiet_nan = (bits >> 16) | np.uint32(0x0040)

@@ -352,9 +352,7 @@ def _attention_values(content: AttentionCase) -> tuple[NDArray[np.uint16], tuple
 @functools.lru_cache(maxsize=64)
 def _expected_attention(content: AttentionCase) -> reference.Attention:
     queries, rows = _attention_values(content)
-    cache, table = paged_cache(
-        list(rows), 1, width=content.rank + content.rope, poison="zero", index_dtype=np.int64
-    )
+    cache, table = paged_cache(list(rows), 1, width=content.rank + content.rope, poison="zero", index_dtype=np.int64)
     starts = None if content.query_lens is None else np.concatenate([[0], np.cumsum(content.query_lens)])
     return reference.latent_attention_details(
         queries[..., : content.rank],

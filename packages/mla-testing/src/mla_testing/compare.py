@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing an actual tensor with the float64 reference: strict about NaN and infinity, clear about where it went wrong."""
+"""Comparing a tensor with the float64 reference: strict about NaN and infinity, clear about where it went wrong."""
 
 from __future__ import annotations
 

@@ -58,6 +58,8 @@ class Attention(NamedTuple):
     noise: Float
     #: sqrt(sum p^2): the same for the sum of the probabilities.
     sum_noise: Float
+    #: 1 where the probabilities are so alike (within about 10 %) that their roundings may be, too; else 0.
+    alike: Float
     #: scale * |q| * max |k|: bounds every partial sum of a score.
     score_bound: Float
     #: scale * max sqrt(sum (q_nope k_nope)^2): what rounding q or k to bfloat16 does to a score (0 if nothing rounds).
@@ -187,6 +189,7 @@ def _nothing_attended(num_tokens: int, heads: int, width: int) -> Attention:
         value_rms=np.zeros(wide),
         noise=np.zeros(wide),
         sum_noise=np.zeros(narrow),
+        alike=np.zeros(narrow),
         score_bound=np.zeros(narrow),
         score_noise=np.zeros(narrow),
     )
@@ -270,7 +273,10 @@ def _attend(
         narrow = weights.astype(np.float32)
         result.value_rms[chunk] = stored(np.sqrt(narrow @ squares))
         result.noise[chunk] = stored(np.sqrt((narrow * narrow) @ squares))
-        result.sum_noise[chunk] = stored(np.sqrt((weights * weights).sum(axis=2)))
+        square_sum = (weights * weights).sum(axis=2)
+        result.sum_noise[chunk] = stored(np.sqrt(square_sum))
+        # The squared coefficient of variation of n numbers that add up to 1 is n times the sum of squares, less 1.
+        result.alike[chunk] = stored((square_sum * (num_keys - hidden.sum(axis=2)) < 1.0 + 0.1**2).astype(float))
         longest = np.linalg.norm(keys, axis=2).max(axis=1)[:, None]
         result.score_bound[chunk] = stored(abs(scale) * np.linalg.norm(q, axis=2) * longest)
         if rounded_width:

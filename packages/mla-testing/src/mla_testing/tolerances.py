@@ -15,19 +15,21 @@ is the unit roundoff of bfloat16, e = 2^-24 that of float32.
 
    - always: u sqrt(sum p v^2), by Cauchy-Schwarz, whether the row sum is of rounded or unrounded probabilities
      (sum p |v| and sum p |v - out| are both below it);
-   - errors of one sign for all keys scale the result, u |out|; what is left is independent between keys with standard
-     deviation u / sqrt 3 at most, and gives six of u / sqrt 3 sqrt(sum p^2 v^2).
+   - where the probabilities differ, their errors are independent, with standard deviation u / sqrt 3 at most: six of
+     them give 6 u / sqrt 3 sqrt(sum p^2 v^2). Where they are alike (a single key, no query) they may round alike and
+     scale the whole row: u |out| more.
 
    The second is what makes a tolerance useful at 4,096 keys: the first is about as large as the result itself there.
-5. *LSE* in float32: (3), plus 4 e |lse|, plus (for a kernel that sums rounded probabilities, ``rounded_sum``) u times
-   the smaller of 1 and 1 + 6 / sqrt 3 sqrt(sum p^2).
-6. *Decompressed or absorbed prefill* rounds q_latent, or k_nope and v, to bfloat16 as well: a score errs by
-   u sqrt(sum (q k)^2) / sqrt 3 in the root mean square, on top of (3), as independent between keys as the rounding of
-   probabilities; the values' own rounding is like one more rounding of the probabilities; the absorbed path rounds the
-   latent output before it is expanded, which weighs like the noise of a single value row.
+5. *LSE* in float32: (3), plus 4 e |lse|, plus u for a kernel that sums rounded probabilities (``rounded_sum``).
+6. *Decompressed or absorbed prefill* rounds q_latent, or k_nope and v, to bfloat16 as well. One operand of a score's
+   nope part is rounded, so the score errs by u sqrt(sum (q k)^2) / sqrt 3 in the root mean square, as independent
+   between keys as (4). The values' rounding is like one more rounding of the probabilities; the absorbed path rounds
+   the latent output instead, whose error after expansion is like rounding an element as large as its row's elements
+   are in the root mean square. Variances add.
 
-Errors of one sign everywhere hide below per-element bounds when the noise is large. So the whole tensor's regression
-slope on the expected values is bounded too: independent errors average out in it.
+Errors of one sign everywhere hide below per-element bounds when the noise is large. So the regression slope of the
+whole tensor on the expected values is bounded too: a row's common error is u / sqrt 3 sqrt(sum p^2) in the root mean
+square, and independent between rows, so it averages out (rows count with their squared norm, as in the slope).
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Tolerance:
     rtol: float | NDArray[np.float64] = 0.0
     #: Adds the rounding of the output to bfloat16.
     bf16_output: bool = True
-    #: Smallest cosine between the whole tensors.
+    #: Smallest cosine between the whole tensors (-1: a logarithm, say, whose direction means nothing).
     min_cosine: float = 0.9999
     #: Largest |slope - 1| of the regression of the actual on the expected values; None: not judged.
     max_bias: float | None = None
@@ -73,7 +75,8 @@ class Tolerance:
         """Largest accepted absolute error of each element."""
         limit = self.atol + self.rtol * np.abs(expected)
         if self.bf16_output:
-            limit = limit + bf16.half_ulp(expected)
+            # What is rounded is the inexact value; it may lie beyond a power of two, where steps are twice as wide.
+            limit = limit + bf16.half_ulp(np.abs(expected) + limit)
         return np.broadcast_to(limit, expected.shape)
 
 
@@ -108,8 +111,16 @@ def attention(expected: Attention, *, rounded_probabilities: bool = True) -> Tol
         expected: what ``reference.latent_attention_details`` returned.
         rounded_probabilities: False for kernels that keep probabilities in float32.
     """
-    atol, rtol = _probability_error(expected, _U if rounded_probabilities else 0.0, 0.0)
-    return Tolerance(atol=atol, rtol=rtol, min_cosine=0.99999, max_bias=1.25 * _U, name="attention")
+    unit = _U if rounded_probabilities else 0.0
+    likely = unit * (expected.alike[..., None] * np.abs(expected.out) + _SIX_SIGMA * expected.noise)
+    from_scores = _score_error(expected)[..., None] * expected.value_rms
+    return Tolerance(
+        atol=np.minimum(unit * expected.value_rms, likely) + from_scores + _FLUSH,
+        rtol=4 * _E,
+        min_cosine=0.99999,
+        max_bias=_bias(expected, unit),
+        name="attention",
+    )
 
 
 def prefill(expected: Attention) -> Tolerance:
@@ -118,38 +129,43 @@ def prefill(expected: Attention) -> Tolerance:
     Args:
         expected: what ``reference.mla_prefill_details`` returned.
     """
-    score_error = _U * expected.score_noise
-    # Both paths round about as many operands of a score; variances of at most two of them add, and one for the values.
-    unit = np.sqrt(2.0 * _U**2 + 2.0 * score_error**2)
-    atol, rtol = _probability_error(expected, unit[..., None], _U)
-    return Tolerance(atol=atol, rtol=rtol, min_cosine=0.999, max_bias=2.0 * _U, name="MLA prefill")
+    row_rms = np.sqrt(np.mean(np.square(expected.out), axis=-1, keepdims=True))
+    variance = (2.0 + np.square(expected.score_noise[..., None])) * np.square(expected.noise) + np.square(row_rms)
+    likely = _U * (2.0 * expected.alike[..., None] * np.abs(expected.out) + _SIX_SIGMA * np.sqrt(variance))
+    return Tolerance(
+        atol=likely + _score_error(expected)[..., None] * expected.value_rms + _FLUSH,
+        rtol=4 * _E,
+        min_cosine=0.9999,
+        max_bias=2.0 * _bias(expected, _U),
+        name="MLA prefill",
+    )
 
 
-def _probability_error(
-    expected: Attention, unit: float | NDArray[np.float64], latent_unit: float
-) -> tuple[NDArray[np.float64], float]:
-    score_error = _score_error(expected)[..., None]
-    always = unit * expected.value_rms
-    likely = unit * (np.abs(expected.out) + _SIX_SIGMA * expected.noise)
-    latent = latent_unit * _SIX_SIGMA * np.sqrt(np.mean(np.square(expected.out), axis=-1, keepdims=True))
-    return np.minimum(always, likely) + score_error * expected.value_rms + latent + _FLUSH, 4 * _E
-
-
-def _score_error(expected: Attention) -> NDArray[np.float64]:
-    return 8.0 * _E * expected.score_bound + 2.0**-20
+def _bias(expected: Attention, unit: float) -> float:
+    weights = np.square(expected.out).sum(axis=-1)
+    total = float(weights.sum())
+    if total == 0.0:
+        return unit
+    alike = float((weights * expected.alike).sum()) / total
+    independent = float(np.linalg.norm(weights * expected.sum_noise * (1.0 - expected.alike))) / total
+    return unit * (alike + _SIX_SIGMA * independent) + 4 * _E + 2.0**-20
 
 
 def lse(expected: Attention, *, rounded_sum: bool = False, rounded_operands: bool = False) -> Tolerance:
-    """For the float32 natural-log LSE of an attention (5 above).
+    """For the float32 natural-log LSE of an attention (5 and 6 above).
 
     Args:
         expected: what a ``*_details`` function of ``reference`` returned.
         rounded_sum: the kernel sums probabilities after rounding them to bfloat16.
-        rounded_operands: prefill, where q or k were rounded on the way (6 above).
+        rounded_operands: prefill, where q or k were rounded on the way.
     """
     atol = _score_error(expected)
     if rounded_sum:
         atol = atol + _U
     if rounded_operands:
-        atol = atol + _U * expected.score_noise * np.minimum(1.0, _SIX_SIGMA * expected.sum_noise) * math.sqrt(2.0)
-    return Tolerance(atol=atol, rtol=4 * _E, bf16_output=False, min_cosine=0.99999, name="LSE")
+        atol = atol + _U * expected.score_noise * _SIX_SIGMA * expected.sum_noise
+    return Tolerance(atol=atol, rtol=4 * _E, bf16_output=False, min_cosine=-1.0, name="LSE")
+
+
+def _score_error(expected: Attention) -> NDArray[np.float64]:
+    return 8.0 * _E * expected.score_bound + 2.0**-20
