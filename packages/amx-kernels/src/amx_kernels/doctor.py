@@ -60,7 +60,7 @@ VARIABLES = (
 PLUGIN_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
 _VECTOR_FLAG = re.compile(r"(avx|fma$|f16c|amx|asimd|sve|bf16)")
-_THREAD_LIBRARY = re.compile(r"lib(gomp|iomp5|omp|tbb|tcmalloc|jemalloc)[^/]*\.so[^/]*$")
+_THREAD_LIBRARY = re.compile(r"lib(gomp|iomp5|omp|tbb|tcmalloc\w*|jemalloc)(-[0-9a-f]+)?\.so[^/]*$")
 
 
 # -- questions to the machine ------------------------------------------------------------------------------------------
