@@ -144,6 +144,8 @@ def _cgroup_limits(root: Path) -> dict[str, Any]:
 
 def _ancestors(base: Path, path: str) -> list[Path]:
     """Directories from the group `path` up to `base`; a container may see only `base` itself."""
+    if ".." in path.split("/"):  # a group outside this cgroup namespace cannot be seen
+        return [base]
     group = base / path.strip("/")
     chain = [group, *group.parents]
     return [directory for directory in chain if directory == base or base in directory.parents]
