@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m mla_testing.bench decode|prefill|bmm|cache|step|e2e``: measures, checks, writes JSON and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from mla_testing import plots, report
+from mla_testing.bench.common import Options
+
+BENCHES = ("decode", "prefill", "bmm", "cache", "step", "e2e")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mla_testing.bench", description=__doc__)
+    parser.add_argument("bench", nargs="*", choices=[*BENCHES, []], help="which; all kernel benchmarks by default")
+    parser.add_argument("--quick", action="store_true", help="few cases, under two minutes")
+    parser.add_argument("--tiers", default="", help="comma-separated; default: the best tier here, and avx512bf16")
+    parser.add_argument("--threads", type=_numbers, default=(), help="comma-separated thread counts; default 1,2")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches")
+    parser.add_argument("--no-peers", action="store_true", help="time our kernels alone")
+    parser.add_argument("--rounds", type=int, default=7, help="valid rounds wanted per case (at least 5)")
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the reports")
+    parser.add_argument("--no-plots", action="store_true")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the named benchmarks. 0 if all is well, 1 if a result is wrong, 2 if a measurement was too disturbed."""
+    options = _parser().parse_args(arguments)
+    chosen = Options(
+        quick=options.quick,
+        tiers=tuple(name for name in options.tiers.split(",") if name),
+        threads=options.threads,
+        only=options.only,
+        peers=not options.no_peers,
+        out=options.out,
+        rounds=options.rounds,
+    )
+    status = 0
+    for name in options.bench or BENCHES[:-1]:
+        found, its_status = importlib.import_module(f"mla_testing.bench.{name}").run(chosen)
+        path = report.write(found, chosen.out)
+        report.print_table(found)
+        for message in found.get("wrong", ()):
+            print(f"WRONG: {message}", file=sys.stderr)
+        disturbed = [entry["case"] for entry in found["results"] if "failed" in entry]
+        if disturbed:
+            print(f"too disturbed to count ({len(disturbed)}): {', '.join(disturbed)}", file=sys.stderr)
+        print(f"{path} written")
+        if not options.no_plots:
+            for picture in plots.draw(found, chosen.out):
+                print(f"{picture} written")
+        status = its_status if status == 0 else status
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

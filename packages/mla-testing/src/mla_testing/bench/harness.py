@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing several implementations of one piece of work against each other on a machine that may be disturbed.
+
+In each round every contender is timed once, in rotating order, and after each of them a fixed loop (the calibrator)
+runs on as many threads. A round in which the calibrator needed more than 1.1 times its best of the whole run is
+discarded for all contenders alike, and counted. With fewer than 5 rounds left the measurement has failed: it says so
+instead of giving a number. Ratios are made from medians and, separately, from minima.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["DISTURBED", "MIN_VALID_ROUNDS", "Calibration", "Contender", "Measurement", "measure", "stats"]
+
+#: A round is discarded where the calibrator takes longer than this many times its best.
+DISTURBED = 1.1
+#: A measurement with fewer valid rounds has failed.
+MIN_VALID_ROUNDS = 5
+#: Calls are repeated within a sample until it is about this long, so that the clock and one interrupt weigh little.
+_SAMPLE_SECONDS = 2e-3
+#: Threads of a pool may spin for a moment after a parallel region; the calibrator shall not meet them.
+_SETTLE_SECONDS = 1e-3
+
+
+@dataclass
+class Calibration:
+    """The calibrator and its best time per thread count, shared by all measurements of a run."""
+
+    sample: Callable[[int], float]
+    settle: float = _SETTLE_SECONDS
+    best: dict[int, float] = field(default_factory=dict)
+
+    def __call__(self, threads: int) -> float:
+        """Runs the calibrator; seconds."""
+        time.sleep(self.settle)
+        elapsed = self.sample(threads)
+        self.best[threads] = min(elapsed, self.best.get(threads, elapsed))
+        return elapsed
+
+    def warm_up(self, threads: int, times: int = 10) -> None:
+        """Finds a first best before anything is measured."""
+        for _ in range(times):
+            self(threads)
+
+
+@dataclass
+class Contender:
+    """One implementation: ``call`` is timed; ``select`` runs before it, untimed (to choose a tier, say)."""
+
+    name: str
+    call: Callable[[], Any]
+    select: Callable[[], Any] | None = None
+
+
+@dataclass
+class Measurement:
+    """Raw samples. ``samples[name][i]`` is the time per call in round i, in ms; ``calibrations[i]`` that round's worst
+    calibration, in seconds."""
+
+    threads: int
+    samples: dict[str, list[float]]
+    calibrations: list[float]
+    best: float
+
+    @property
+    def valid(self) -> list[bool]:
+        """Per round: whether the calibrator was undisturbed."""
+        return [elapsed <= DISTURBED * self.best for elapsed in self.calibrations]
+
+    @property
+    def rounds(self) -> dict[str, int]:
+        """Counts of valid and discarded rounds."""
+        valid = sum(self.valid)
+        return {"valid": valid, "discarded": len(self.calibrations) - valid}
+
+    @property
+    def failed(self) -> bool:
+        """Whether too few rounds are left."""
+        return self.rounds["valid"] < MIN_VALID_ROUNDS
+
+    def of(self, name: str) -> list[float]:
+        """Valid samples of one contender, in ms."""
+        return [sample for sample, valid in zip(self.samples[name], self.valid, strict=True) if valid]
+
+
+def stats(samples: Sequence[float]) -> dict[str, Any]:
+    """median, min, p90 (nearest rank) and the samples themselves; all None or empty without samples."""
+    if not samples:
+        return {"median": None, "min": None, "p90": None, "samples": []}
+    ordered = sorted(samples)
+    rank = max(0, -(-9 * len(ordered) // 10) - 1)
+    return {
+        "median": statistics.median(ordered),
+        "min": ordered[0],
+        "p90": ordered[rank],
+        "samples": [round(sample, 6) for sample in samples],
+    }
+
+
+def _timed(contender: Contender, calls: int, clock: Callable[[], float]) -> float:
+    begin = clock()
+    for _ in range(calls):
+        contender.call()
+    return 1e3 * (clock() - begin) / calls
+
+
+def measure(
+    contenders: Sequence[Contender],
+    *,
+    threads: int,
+    calibration: Calibration,
+    rounds: int = 7,
+    max_rounds: int = 21,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Measurement:
+    """Times ``contenders`` in interleaved rounds until ``rounds`` of them are valid or ``max_rounds`` were run.
+
+    Args:
+        contenders: implementations of the same work; names must differ.
+        threads: what they use; the calibrator uses as many.
+        calibration: shared by the run, because its best counts.
+        rounds: valid rounds wanted, at least ``MIN_VALID_ROUNDS``.
+        max_rounds: rounds after which to give up.
+        clock: seconds; for tests.
+
+    Raises:
+        ValueError: duplicate names, or fewer rounds wanted than needed.
+    """
+    names = [contender.name for contender in contenders]
+    if len(set(names)) != len(names):
+        raise ValueError(f"contenders are {names}, expected distinct names")
+    if rounds < MIN_VALID_ROUNDS:
+        raise ValueError(f"rounds is {rounds}, expected at least {MIN_VALID_ROUNDS}")
+    calls: dict[str, int] = {}
+    for contender in contenders:
+        if contender.select:
+            contender.select()
+        contender.call()  # first touch, lazy initialisation
+        once = _timed(contender, 1, clock) / 1e3
+        calls[contender.name] = max(1, min(1000, int(_SAMPLE_SECONDS / max(once, 1e-7))))
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    result = Measurement(threads, samples, [], calibration.best.get(threads, float("inf")))
+    for round_index in range(max_rounds):
+        worst = calibration(threads)
+        shift = round_index % max(1, len(contenders))
+        for contender in [*contenders[shift:], *contenders[:shift]]:
+            if contender.select:
+                contender.select()
+            if calls[contender.name] > 1:
+                contender.call()  # the calibrator and the others left the caches cold
+            samples[contender.name].append(_timed(contender, calls[contender.name], clock))
+            worst = max(worst, calibration(threads))
+        result.calibrations.append(worst)
+        result.best = calibration.best[threads]
+        if result.rounds["valid"] >= rounds:
+            break
+    return result

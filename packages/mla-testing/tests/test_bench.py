@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measuring harness itself: which rounds count, when a run has failed, what a limit is. Nothing here is timed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mla_testing.bench.harness import Calibration, Contender, Measurement, measure, stats
+from mla_testing.limits import Limits, LimitsError
+
+
+class Clock:
+    """Advances by what the contenders say they take."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def call(self, seconds: float):
+        def work() -> None:
+            self.now += seconds
+
+        return work
+
+
+def calibration(*seconds: float) -> Calibration:
+    """A calibrator that answers the given times, the last one for ever."""
+    times = itertools.chain(seconds, itertools.repeat(seconds[-1]))
+    return Calibration(lambda threads: next(times), settle=0.0)
+
+
+def test_undisturbed_rounds_all_count() -> None:
+    clock = Clock()
+    contenders = [Contender("ours", clock.call(0.010)), Contender("peer", clock.call(0.030))]
+    found = measure(contenders, threads=2, calibration=calibration(0.002), rounds=7, clock=clock)
+    assert found.rounds == {"valid": 7, "discarded": 0}
+    assert not found.failed
+    assert found.of("ours") == pytest.approx([10.0] * 7)
+    assert found.of("peer") == pytest.approx([30.0] * 7)
+
+
+def test_a_round_above_1_1_times_the_best_is_discarded_for_everybody_and_counted() -> None:
+    found = Measurement(
+        threads=1,
+        samples={"ours": [1.0, 90.0, 2.0, 3.0, 4.0, 5.0], "peer": [10.0, 11.0, 20.0, 30.0, 40.0, 50.0]},
+        calibrations=[1.0, 1.11, 1.099, 1.0, 1.1, 1.0],
+        best=1.0,
+    )
+    assert found.rounds == {"valid": 5, "discarded": 1}
+    assert found.of("ours") == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert found.of("peer") == [10.0, 20.0, 30.0, 40.0, 50.0]
+    assert not found.failed
+
+
+def test_fewer_than_five_valid_rounds_is_a_failed_run() -> None:
+    found = Measurement(1, {"ours": [1.0] * 9}, [1.0] * 4 + [2.0] * 5, best=1.0)
+    assert found.rounds == {"valid": 4, "discarded": 5}
+    assert found.failed
+
+
+def test_a_disturbed_machine_ends_after_max_rounds_and_fails() -> None:
+    clock = Clock()
+    disturbed = calibration(0.001, 0.010)  # one good sample first: the best
+    found = measure([Contender("ours", clock.call(0.01))], threads=1, calibration=disturbed, max_rounds=9, clock=clock)
+    assert found.rounds == {"valid": 0, "discarded": 9}
+    assert found.failed
+
+
+def test_a_disturbance_in_the_middle_of_a_round_is_seen() -> None:
+    clock = Clock()
+    # Each round calibrates once before and once after every contender: 3 per round.
+    seen = calibration(1.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0)
+    contenders = [Contender("a", clock.call(0.01)), Contender("b", clock.call(0.01))]
+    found = measure(contenders, threads=1, calibration=seen, rounds=5, clock=clock)
+    assert found.valid == [True, False, True, True, True, True]
+
+
+def test_short_calls_are_repeated_within_a_sample() -> None:
+    clock = Clock()
+    calls = itertools.count()
+
+    def work() -> None:
+        next(calls)
+        clock.now += 1e-5
+
+    found = measure([Contender("ours", work)], threads=1, calibration=calibration(1.0), rounds=5, clock=clock)
+    assert found.of("ours") == pytest.approx([0.01] * 5)
+    assert next(calls) >= 5 * 150
+
+
+def test_the_order_of_contenders_rotates() -> None:
+    clock, order = Clock(), []
+
+    def named(name: str):
+        def work() -> None:
+            order.append(name)
+            clock.now += 1.0
+
+        return work
+
+    contenders = [Contender(name, named(name)) for name in "abc"]
+    measure(contenders, threads=1, calibration=calibration(1.0), rounds=5, clock=clock)
+    rounds = ["".join(order[i : i + 3]) for i in range(6, len(order), 3)]  # after warm-up and estimate of each
+    assert rounds == ["abc", "bca", "cab", "abc", "bca"]
+
+
+@pytest.mark.parametrize(
+    ("names", "rounds", "message"), [(("a", "a"), 5, "distinct names"), (("a",), 4, "expected at least 5")]
+)
+def test_measure_refuses(names: tuple[str, ...], rounds: int, message: str) -> None:
+    contenders = [Contender(name, lambda: None) for name in names]
+    with pytest.raises(ValueError, match=message):
+        measure(contenders, threads=1, calibration=calibration(1.0), rounds=rounds)
+
+
+def test_stats() -> None:
+    found = stats([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (found["median"], found["min"], found["p90"]) == (3.0, 1.0, 5.0)
+    assert found["samples"] == [5.0, 1.0, 3.0, 2.0, 4.0]
+    assert stats(range(1, 11))["p90"] == 9
+    assert stats([]) == {"median": None, "min": None, "p90": None, "samples": []}
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return Limits(
+        peak={"vdpbf16ps": {1: 100e9, 2: 200e9}},
+        read={2: [(2 * MIB, 300e9), (16 * MIB, 60e9), (64 * MIB, 40e9), (1024 * MIB, 20e9)]},
+        memcpy={2: [(2 * MIB, 90e9)]},
+        caches={"L2": 2 * MIB, "L3": 512 * MIB},
+        unavailable={"tdpbf16ps": "the CPU or the operating system lacks the instruction"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "level", "rate"),
+    [
+        pytest.param(1 * MIB, "L2", 300e9, id="smaller-than-any-size-measured"),
+        pytest.param(4 * MIB, "L2", 300e9, id="l2-of-both-cores"),
+        pytest.param(5 * MIB, "L3", 60e9, id="just-above-l2"),
+        pytest.param(63 * MIB, "L3", 60e9, id="nearest-size-below"),
+        pytest.param(300 * MIB, "L3", 40e9, id="largest-size-below"),
+        pytest.param(600 * MIB, "DRAM", 20e9, id="dram"),
+    ],
+)
+def test_bandwidth_of_the_level_that_the_bytes_fit_in(limits: Limits, size: int, level: str, rate: float) -> None:
+    assert limits.bandwidth(size, 2) == (level, rate)
+
+
+def test_limit_is_the_longer_of_arithmetic_and_memory(limits: Limits) -> None:
+    compute = limits.limit(flop=2e9, size=2 * MIB, tier="avx512bf16", threads=2)
+    assert compute.ms == pytest.approx(10.0)
+    assert compute.bound == "compute"
+    memory = limits.limit(flop=2e6, size=20e9, tier="avx512bf16", threads=2)
+    assert memory.ms == pytest.approx(1000.0)
+    assert memory.bound == "DRAM"
+
+
+def test_no_limit_without_a_measured_peak(limits: Limits) -> None:
+    with pytest.raises(LimitsError, match="tier amxbf16: the CPU or the operating system lacks"):
+        limits.limit(flop=1, size=1, tier="amxbf16", threads=2)
+    with pytest.raises(LimitsError, match="not measured with 3 threads"):
+        limits.limit(flop=1, size=1, tier="avx512bf16", threads=3)
+
+
+def test_limits_survive_json(limits: Limits) -> None:
+    assert Limits.from_json(limits.to_json()) == limits
