@@ -57,15 +57,15 @@ static void set_config(struct amx_thread *t, const struct amx_config *c) {
 }
 
 int amx_follow_config(struct amx_thread *t, struct amx_config *hardware) {
-    const int seen = hardware->palette && hardware->start_row == AMX_SEEN;
-    if (seen && t->config.palette) return 0;
+    const int marked = hardware->palette && hardware->start_row >= AMX_MARK;
+    if (marked && hardware->start_row == t->mark && t->config.palette) return 0;
     set_config(t, hardware);
     if (!hardware->palette) return 0;
-    if (seen)
-        t->config.start_row = 0;  // inherited from the thread that created this one
-    else
-        t->counter[AMX_LDTILECFG]++;
-    hardware->start_row = AMX_SEEN;
+    // An old mark is not the program's; a thread's first may be inherited from the thread that created it.
+    if (marked) t->config.start_row = 0;
+    if (!marked || t->mark) t->counter[AMX_LDTILECFG]++;
+    t->mark = AMX_MARK | (t->mark + 1);
+    hardware->start_row = t->mark;
     return 1;
 }
 

@@ -42,6 +42,7 @@ struct amx_thread {
     uint64_t counter[AMX_COUNTERS];  // written by the owner alone, read by anyone
     struct amx_thread *next;
     int tid;
+    uint8_t mark;       // start_row of the configuration last taken over, 0 before the first
     int fault_signal;   // of the last memory access that failed
     siginfo_t fault_info;
     unsigned raised;    // SIGILLs in a row that a chained handler raised itself
@@ -77,12 +78,14 @@ enum amx_fault amx_execute_move(struct amx_thread *t, const struct amx_insn *ins
 enum amx_fault amx_execute_dot(struct amx_thread *t, const struct amx_insn *insn);
 
 // On a host whose AMX unit runs the configuration instructions itself, the software tiles follow the hardware's
-// configuration. A tile configuration the emulator has seen carries this start_row, which no program asks for
-// (hardware itself refuses to load from a start_row beyond the tile's last row) and which the next LDTILECFG or
-// TILERELEASE overwrites: that is how a reload, which zeroes all tiles, is noticed although it does not trap.
-enum { AMX_SEEN = 0xa5 };
+// configuration. LDTILECFG and TILERELEASE do not trap there, yet they zero all tiles and must be noticed even when the
+// shapes stay the same. So a configuration the emulator has taken over gets a mark in its start_row, a value no program
+// asks for (hardware itself refuses to load from a start_row beyond the tile's last row); the next LDTILECFG or
+// TILERELEASE overwrites it. The mark changes with every configuration taken over: a program that saves its
+// configuration with STTILECFG and later loads it again brings back an old mark, and is seen to have loaded.
+enum { AMX_MARK = 0x80 };
 
-// Takes over `hardware` (palette 0: not configured) unless it carries the mark. Returns 1 when the caller has to put the
+// Takes over `hardware` (palette 0: not configured) unless it carries this thread's mark. Returns 1 when the caller has to put the
 // marked configuration back, written to `hardware`.
 int amx_follow_config(struct amx_thread *t, struct amx_config *hardware);
 // The same with the unit itself, outside of signal handlers (stub_move.c).

@@ -53,6 +53,7 @@ static struct amx_thread *adopt_state(void) {
         memset(t->tile, 0, sizeof t->tile);
         memset(&t->config, 0, sizeof t->config);
         t->raised = 0;
+        t->mark = 0;
     }
     return self = t;
 }

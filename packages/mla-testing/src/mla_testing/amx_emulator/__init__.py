@@ -16,7 +16,7 @@ Where AMX is, three states have to be told apart (:func:`mode`):
   ``STTILECFG`` and ``TILERELEASE`` run on the host's own unit. The emulator follows the unit's configuration, so faults
   for a missing one are precise and a reload zeroes the tiles; ``LDTILECFG`` is counted once it is followed by a tile
   instruction, ``STTILECFG`` and ``TILERELEASE`` are not counted, and a program's ``STTILECFG`` reads back
-  ``start_row`` 0xa5.
+  a ``start_row`` of 0x80 or more, which it may load again.
 - ``"emulated"``: there is no unit, or the operating system has not enabled it. Everything traps.
 
 ``"unavailable: <reason>"`` elsewhere.
@@ -55,8 +55,8 @@ __all__ = [
 ]
 
 #: Accumulation orders of TDPBF16PS and TDPFP16PS. ``manual``: even and odd products in chains of their own, then
-#: c + (even + odd), which is what hardware does bit for bit; ``sequential``: one chain, even then odd, as the intrinsics
-#: guide writes it; ``vdpbf16ps``: one chain, odd then even, as VDPBF16PS does.
+#: c + (even + odd), which is what hardware does bit for bit; ``sequential``: one chain, even then odd, as the
+#: intrinsics guide writes it; ``vdpbf16ps``: one chain, odd then even, as VDPBF16PS does.
 ORDERS = ("manual", "sequential", "vdpbf16ps")
 
 _MODES = ("native", "emulated", "emulated-on-amx")
