@@ -49,9 +49,8 @@ def absorbed_projections(
 
 
 def release(layer: Any) -> None:
-    """Free the raw weight and its scales: after packing nothing reads them again."""
+    """Free the raw weight and what belongs to it (scales, zero points): after packing nothing reads them again."""
     linear = unwrapped(layer)
     for name, parameter in list(linear.named_parameters(recurse=False)):
-        if name.startswith("weight"):
-            empty = torch.empty(0, dtype=parameter.dtype)
-            linear.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
+        empty = torch.empty(0, dtype=parameter.dtype)
+        linear.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))

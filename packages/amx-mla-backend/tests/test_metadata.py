@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step's metadata: the split into decodes and the rest, the plans, their number, and their price."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from backend_support import DIMS, Batch, make_builder
+
+
+@pytest.mark.parametrize(
+    ("new", "threshold", "expected"),
+    [
+        ([], 1, (0, 0)),
+        ([1], 1, (1, 1)),
+        ([1, 1, 1], 1, (3, 3)),
+        ([1, 1, 5, 7], 1, (2, 2)),
+        ([5, 7], 1, (0, 0)),
+        ([2, 2, 2], 1, (0, 0)),  # two tokens each are no decodes without speculation
+        ([2, 2, 2], 2, (3, 6)),
+        ([3, 3, 1, 9], 4, (2, 6)),  # a shorter draft ends the decode call: its request is extended
+        ([1, 3, 3, 9], 4, (1, 1)),
+        ([5, 5], 4, (0, 0)),
+        ([1, 0, 3], 1, (1, 1)),  # a request without new tokens
+        ([0, 3], 1, (0, 0)),
+    ],
+    ids=str,
+)
+def test_split(new: list[int], threshold: int, expected: tuple[int, int]) -> None:
+    batch = Batch([(4, n) for n in new])
+    metadata = make_builder(threshold=threshold).build(0, batch.common())
+    decodes, tokens = expected
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == expected
+    assert metadata.num_prefills == len(new) - decodes
+    assert (metadata.decode is not None) == (decodes > 0)
+    assert (metadata.prefill is not None) == (decodes < len(new))
+    if metadata.decode:
+        assert torch.equal(metadata.decode.seq_lens, batch.seq_lens[:decodes])
+        assert torch.equal(metadata.decode.block_table, batch.block_table[:decodes])
+    if metadata.prefill:
+        assert torch.equal(metadata.prefill.seq_lens, batch.seq_lens[decodes:])
+        assert torch.equal(metadata.prefill.query_start_loc, batch.starts[decodes:] - tokens)
+        assert torch.equal(metadata.prefill.block_table, batch.block_table[decodes:])
+
+
+def test_successive_steps_share_no_plan() -> None:
+    """Two steps with the same longest sequence but other lengths: each has its own plan and lengths."""
+    builder = make_builder()
+    first = builder.build(0, Batch([(300, 30), (10, 20)]).common())
+    second = builder.build(0, Batch([(10, 20), (300, 30)]).common())
+    assert first.prefill.plan is not second.prefill.plan
+    assert first.prefill.seq_lens.tolist() == [330, 30] and second.prefill.seq_lens.tolist() == [30, 330]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_metadata_of_either_integer_type(dtype: torch.dtype) -> None:
+    batch = Batch([(5, 1), (0, 9)])
+    common = batch.common(
+        seq_lens=batch.seq_lens.to(dtype),
+        query_start_loc=batch.starts.to(dtype),
+        query_start_loc_cpu=batch.starts.to(dtype),
+        block_table_tensor=batch.block_table.to(dtype),
+    )
+    metadata = make_builder().build(0, common)
+    assert metadata.prefill.query_start_loc.tolist() == [0, 9]
+
+
+def test_non_causal_batches_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="causal"):
+        make_builder().build(0, Batch([(5, 1)]).common(causal=False))
+
+
+def test_no_workspace_is_allocated() -> None:
+    from amx_mla_backend.metadata import AMXMLAMetadataBuilder
+
+    assert AMXMLAMetadataBuilder.determine_chunked_prefill_workspace_size(SimpleNamespace()) == 0
+
+
+def parent_build(builder: Any) -> Any:
+    """The parent's build on the same builder, with what it reads beyond ours."""
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    builder.device = torch.device("cpu")
+    builder.use_pcp = False
+    builder.page_size = 64
+    builder.dcp_world_size = builder.dcp_local_block_size = builder.dcp_virtual_block_size = 1
+    builder.dcp_manager = None
+    builder.chunked_prefill_workspace_size = 65536
+    builder.chunked_prefill_workspace = torch.empty(65536, DIMS.rank + DIMS.rope, dtype=torch.bfloat16)
+    builder._prefill_backend = SimpleNamespace(prepare_metadata=lambda metadata: None)
+    return lambda common: MLACommonMetadataBuilder.build(builder, 0, common)
+
+
+MICROSECONDS = {"decode64": 50, "mixed": 100, "prefill64": 100}
+"""What our build may take beyond the parent's."""
+
+
+@pytest.mark.parametrize("kind", MICROSECONDS)
+def test_build_time(kind: str) -> None:
+    requests = {
+        "decode64": [(1000, 1)] * 64,
+        "mixed": [(1000, 1)] * 60 + [(1000, 128)] * 4,
+        "prefill64": [(500, 16)] * 64,
+    }[kind]
+    builder = make_builder()
+    common = sized(requests)
+    parent = parent_build(builder)
+    ours_us, parent_us = best(lambda: builder.build(0, common)), best(lambda: parent(common))
+    print(f"{kind}: ours {ours_us:.1f} us, parent {parent_us:.1f} us")
+    assert ours_us <= parent_us + MICROSECONDS[kind]
+
+
+def test_build_time_does_not_depend_on_the_model_length() -> None:
+    builder = make_builder()
+    short, long = sized([(1000, 1)] * 16, columns=32), sized([(1000, 1)] * 16, columns=8192)
+    a, b = best(lambda: builder.build(0, short)), best(lambda: builder.build(0, long))
+    assert b < 2 * a + 10, f"{a:.1f} us with 32 block table columns, {b:.1f} us with 8192"
+
+
+def sized(requests: list[tuple[int, int]], columns: int = 64) -> Any:
+    """Common metadata of the lengths alone."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    new = torch.tensor([n for _, n in requests], dtype=torch.int32)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), new.cumsum(0, dtype=torch.int32)])
+    seq_lens = torch.tensor([c + n for c, n in requests], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        seq_lens_cpu_upper_bound=seq_lens,
+        num_reqs=len(requests),
+        num_actual_tokens=int(new.sum()),
+        max_query_len=int(new.max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=torch.zeros(len(requests), columns, dtype=torch.int32),
+        slot_mapping=torch.zeros(int(new.sum()), dtype=torch.int64),
+    )
+
+
+def best(call: Any, repeats: int = 200) -> float:
+    """Lower quartile of the time of a call, in microseconds."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[repeats // 4] * 1e6
