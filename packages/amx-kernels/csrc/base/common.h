@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every layer shares. Nothing here may become a weak symbol: tier objects are compiled with flags that not every
+// CPU can run, and the linker keeps whichever copy of an inline function it meets first. Hence always_inline, or
+// internal linkage, and no standard library containers or algorithms in any file a tier object includes.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define AMXK_INLINE static inline __attribute__((always_inline))
+
+namespace amxk {
+
+using bf16 = uint16_t;  // the bits of a bfloat16
+
+template <class T>
+AMXK_INLINE constexpr T min(T a, T b) {
+  return b < a ? b : a;
+}
+
+template <class T>
+AMXK_INLINE constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
+
+AMXK_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+AMXK_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+AMXK_INLINE float bf16_to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+// Round to nearest even; a NaN stays a NaN (the increment alone could carry its mantissa away).
+AMXK_INLINE bf16 float_to_bf16(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<bf16>((bits >> 16) | 0x40);
+  return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Sixteen rows of bf16 at a constant stride in elements: what one AMX A tile holds, on every tier.
+struct RowGroup {
+  const bf16* row;
+  int64_t stride;
+};
+
+constexpr int kGroup = 16;  // rows in a group, columns in a panel, fp32 lanes of a vector
+constexpr int kStepK = 32;  // the inner dimension is processed in steps of 32 bf16: one AMX tile row
+constexpr float kLog2e = 1.44269504088896340736f;
+constexpr float kLn2 = 0.69314718055994530942f;
+
+}  // namespace amxk

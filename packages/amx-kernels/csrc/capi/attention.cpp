@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
+#include "base/scratch.h"
+#include "capi/check.h"
+#include "ops/dispatch.h"
+
+namespace amxk {
+namespace {
+
+constexpr int64_t kMaxHeads = 4096;
+constexpr int64_t kMaxWidth = 8192;
+constexpr int kMaxThreads = 4096;
+
+// The step's requests, from seq_lens and query_start_loc (or T / num_reqs tokens each), into memory for num_reqs.
+void read_requests(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* query_start_loc, int64_t tokens,
+                   Request* requests) {
+  const int64_t n = seq_lens->sizes[0];
+  int64_t first = 0;
+  if (query_start_loc != nullptr) {
+    first = index_at(query_start_loc, 0);
+    c.require(first == 0, "query_start_loc[0] is %" PRId64 ", expected 0", first);
+  }
+  for (int64_t i = 0; i < n && c.ok(); ++i) {
+    const int64_t next = query_start_loc != nullptr ? index_at(query_start_loc, i + 1) : first + tokens / n;
+    const int64_t keys = index_at(seq_lens, i);
+    c.require(next >= first && next <= tokens,
+              "query_start_loc[%" PRId64 "] is %" PRId64 ", expected between %" PRId64 " (the entry before) and %" PRId64
+              " (tokens)",
+              i + 1, next, first, tokens);
+    c.require(keys >= 0, "seq_lens[%" PRId64 "] is %" PRId64 ", expected at least 0", i, keys);
+    c.require(keys == 0 || keys >= next - first,
+              "seq_lens[%" PRId64 "] is %" PRId64 ", expected 0 or at least the request's %" PRId64 " new tokens", i,
+              keys, next - first);
+    requests[i] = {first, next - first, keys};
+    first = next;
+  }
+}
+
+void check_lengths(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* query_start_loc, int64_t tokens) {
+  c.index_tensor(seq_lens, "seq_lens", 1);
+  if (!c.ok()) return;
+  const int64_t n = seq_lens->sizes[0];
+  if (query_start_loc != nullptr) {
+    c.index_tensor(query_start_loc, "query_start_loc", 1);
+    if (c.ok()) c.size(query_start_loc, "query_start_loc", 0, n + 1, "requests of seq_lens + 1");
+  } else if (n == 0) {
+    c.require(tokens == 0, "seq_lens is empty, expected a length for each of the requests of %" PRId64 " tokens", tokens);
+  } else {
+    c.require(tokens % n == 0,
+              "%" PRId64 " query tokens for %" PRId64 " requests in seq_lens, expected the same number for each", tokens,
+              n);
+  }
+}
+
+// Every block a live key lies in must exist; entries past a request's length are never looked at.
+void check_blocks(Checker& c, const amxk_tensor* table, const Request* requests, int64_t num_blocks,
+                  int64_t block_size) {
+  const int64_t columns = table->sizes[1];
+  for (int64_t i = 0; i < table->sizes[0] && c.ok(); ++i) {
+    if (requests[i].tokens == 0) continue;
+    const int64_t live = ceil_div(requests[i].keys, block_size);
+    if (!c.require(live <= columns,
+                   "seq_lens[%" PRId64 "] is %" PRId64 ", expected at most %" PRId64
+                   " (block_table columns x block size)",
+                   i, requests[i].keys, columns * block_size)) {
+      return;
+    }
+    bool bad = false;
+    const int64_t row = i * table->strides[0], step = table->strides[1];
+    if (table->dtype == AMXK_I64) {
+      const int64_t* ids = static_cast<const int64_t*>(table->data) + row;
+      for (int64_t b = 0; b < live; ++b) bad |= static_cast<uint64_t>(ids[b * step]) >= static_cast<uint64_t>(num_blocks);
+    } else {
+      const int32_t* ids = static_cast<const int32_t*>(table->data) + row;
+      const uint32_t limit = static_cast<uint32_t>(min<int64_t>(num_blocks, INT32_MAX));
+      for (int64_t b = 0; b < live; ++b) bad |= static_cast<uint32_t>(ids[b * step]) >= limit;
+    }
+    if (!bad) continue;
+    for (int64_t b = 0; b < live && c.ok(); ++b) {
+      const int64_t at = row + b * step;
+      const int64_t id = table->dtype == AMXK_I64 ? static_cast<const int64_t*>(table->data)[at]
+                                                  : static_cast<const int32_t*>(table->data)[at];
+      c.require(id >= 0 && id < num_blocks,
+                "block_table[%" PRId64 ", %" PRId64 "] is %" PRId64 ", expected between 0 and %" PRId64
+                " (blocks of kv_cache)",
+                i, b, id, num_blocks - 1);
+    }
+  }
+}
+
+// A caller's plan is used only if it is intact and made for exactly these lengths.
+void check_plan(Checker& c, const amxk_tensor* plan, const Request* requests, int64_t num_requests, int64_t heads) {
+  c.tensor(plan, "plan", AMXK_I64, 1);
+  if (!c.ok()) return;
+  const int64_t* memory = static_cast<const int64_t*>(plan->data);
+  const PlanHeader* h = reinterpret_cast<const PlanHeader*>(memory);
+  c.require(plan->sizes[0] * static_cast<int64_t>(sizeof(int64_t)) >= static_cast<int64_t>(sizeof(PlanHeader)) &&
+                h->magic == kPlanMagic && h->size == plan->sizes[0] && plan_checksum(memory) == h->checksum,
+            "plan is not an intact result of plan_attention (%" PRId64 " elements)", plan->sizes[0]);
+  if (!c.ok()) return;
+  c.require(h->num_heads == heads, "plan was made for %" PRId64 " heads, expected %" PRId64, h->num_heads, heads);
+  c.require(h->num_requests == num_requests, "plan was made for %" PRId64 " requests, expected %" PRId64, h->num_requests,
+            num_requests);
+  const Request* planned = plan_view(memory).requests;
+  for (int64_t i = 0; i < num_requests && c.ok(); ++i) {
+    c.require(planned[i].first_token == requests[i].first_token && planned[i].tokens == requests[i].tokens &&
+                  planned[i].keys == requests[i].keys,
+              "plan was made for %" PRId64 " new tokens and %" PRId64 " keys of request %" PRId64 ", expected %" PRId64
+              " and %" PRId64 ": plan each step anew",
+              planned[i].tokens, planned[i].keys, i, requests[i].tokens, requests[i].keys);
+  }
+}
+
+}  // namespace
+}  // namespace amxk
+
+using namespace amxk;
+
+extern "C" amxk_code amxk_plan_attention(const amxk_tensor* plan, int64_t* plan_elements, const amxk_tensor* seq_lens,
+                                         const amxk_tensor* query_start_loc, int64_t num_tokens, int64_t num_heads,
+                                         int num_threads, amxk_error* error) {
+  Checker c("plan_attention", error);
+  c.require(plan_elements != nullptr, "plan_size is missing (null)");
+  c.require(num_tokens >= 0, "num_tokens is %" PRId64 ", expected at least 0", num_tokens);
+  c.require(num_heads >= 1 && num_heads <= kMaxHeads, "num_heads is %" PRId64 ", expected between 1 and %" PRId64,
+            num_heads, kMaxHeads);
+  c.require(num_threads >= 1 && num_threads <= kMaxThreads, "num_threads is %d, expected between 1 and %d", num_threads,
+            kMaxThreads);
+  if (c.ok()) check_lengths(c, seq_lens, query_start_loc, num_tokens);
+  if (!c.ok()) return c.code();
+  const int64_t n = seq_lens->sizes[0];
+  Request* requests = static_cast<Request*>(scratch(Scratch::kPlan, static_cast<size_t>(n + 1) * sizeof(Request)));
+  if (requests == nullptr) return fail(error, AMXK_INTERNAL, "plan_attention: no memory for scratch");
+  read_requests(c, seq_lens, query_start_loc, num_tokens, requests);
+  if (!c.ok()) return c.code();
+  const int64_t size = plan_size(requests, n, num_heads, num_threads);
+  if (plan != nullptr) {
+    c.output(plan, "plan", AMXK_I64, 1);
+    if (c.ok()) c.size(plan, "plan", 0, size, "what these lengths need");
+    if (!c.ok()) return c.code();
+    plan_build(static_cast<int64_t*>(plan->data), requests, n, num_heads, num_threads);
+  }
+  *plan_elements = size;
+  return AMXK_OK;
+}
+
+extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* lse, const amxk_tensor* q_latent,
+                                    const amxk_tensor* q_pe, const amxk_tensor* kv_cache,
+                                    const amxk_tensor* block_table, const amxk_tensor* seq_lens,
+                                    const amxk_tensor* query_start_loc, double scale, const amxk_tensor* plan,
+                                    const amxk_parallel* parallel, amxk_error* error) {
+  const char* op = query_start_loc != nullptr ? "extend_attention_cpu" : "decode_attention_cpu";
+  Checker c(op, error);
+  c.tensor(q_latent, "q_latent", AMXK_BF16, 3);
+  if (c.ok()) c.tensor(q_pe, "q_pe", AMXK_BF16, 3);
+  if (c.ok()) c.output(out, "out", AMXK_BF16, 3);
+  if (c.ok() && lse != nullptr) c.output(lse, "lse", AMXK_F32, 2);
+  if (c.ok()) c.tensor(kv_cache, "kv_cache", AMXK_BF16, 3);
+  if (c.ok()) c.index_tensor(block_table, "block_table", 2);
+  if (!c.ok()) return c.code();
+
+  const int64_t tokens = q_latent->sizes[0], heads = q_latent->sizes[1], latent = q_latent->sizes[2];
+  const int64_t rope = q_pe->sizes[2], block_size = kv_cache->sizes[1];
+  c.require(heads >= 1 && heads <= kMaxHeads, "q_latent.size(1) is %" PRId64 ", expected between 1 and %" PRId64 " heads",
+            heads, kMaxHeads);
+  c.require(latent >= 1 && latent <= kMaxWidth, "q_latent.size(2) is %" PRId64 ", expected between 1 and %" PRId64,
+            latent, kMaxWidth);
+  c.require(rope <= kMaxWidth, "q_pe.size(2) is %" PRId64 ", expected at most %" PRId64, rope, kMaxWidth);
+  c.size(q_pe, "q_pe", 0, tokens, "tokens of q_latent");
+  c.size(q_pe, "q_pe", 1, heads, "heads of q_latent");
+  c.size(out, "out", 0, tokens, "tokens of q_latent");
+  c.size(out, "out", 1, heads, "heads of q_latent");
+  c.size(out, "out", 2, latent, "R of q_latent");
+  if (lse != nullptr) {
+    c.size(lse, "lse", 0, tokens, "tokens of q_latent");
+    c.size(lse, "lse", 1, heads, "heads of q_latent");
+  }
+  c.size(kv_cache, "kv_cache", 2, latent + rope, "R of q_latent + P of q_pe");
+  c.require(block_size >= 1, "kv_cache.size(1) is 0, expected a block size of at least 1");
+  c.require(std::isfinite(scale) && scale > 0, "scale is %g, expected a finite number above 0", scale);
+  if (c.ok()) check_lengths(c, seq_lens, query_start_loc, tokens);
+  if (c.ok()) c.size(block_table, "block_table", 0, seq_lens->sizes[0], "requests of seq_lens");
+  if (!c.ok()) return c.code();
+
+  const int64_t n = seq_lens->sizes[0];
+  const amxk_parallel pool = usable(parallel);
+  Request* requests = static_cast<Request*>(scratch(Scratch::kPlan, static_cast<size_t>(n + 1) * sizeof(Request)));
+  if (requests == nullptr) return fail(error, AMXK_INTERNAL, "%s: no memory for scratch", op);
+  read_requests(c, seq_lens, query_start_loc, tokens, requests);
+  if (c.ok()) check_blocks(c, block_table, requests, kv_cache->sizes[0], block_size);
+  if (c.ok() && plan != nullptr) check_plan(c, plan, requests, n, heads);
+  if (!c.ok()) return c.code();
+
+  const int64_t* planned = plan != nullptr ? static_cast<const int64_t*>(plan->data) : nullptr;
+  if (planned == nullptr || plan_view(planned).header->num_threads != pool.num_threads) {
+    // No plan, or the number of threads has changed since: plan here, behind the requests in the same scratch.
+    const int64_t size = plan_size(requests, n, heads, pool.num_threads);
+    const size_t request_bytes = static_cast<size_t>(n + 1) * sizeof(Request);
+    char* memory = static_cast<char*>(
+        scratch(Scratch::kPlan, request_bytes + static_cast<size_t>(size) * sizeof(int64_t)));
+    if (memory == nullptr) return fail(error, AMXK_INTERNAL, "%s: no memory for scratch", op);
+    requests = reinterpret_cast<Request*>(memory);
+    read_requests(c, seq_lens, query_start_loc, tokens, requests);  // growing may have moved the buffer
+    int64_t* own = reinterpret_cast<int64_t*>(memory + request_bytes);
+    plan_build(own, requests, n, heads, pool.num_threads);
+    planned = own;
+  }
+
+  const OpTable* ops = current_ops(error);
+  if (ops == nullptr) return AMXK_UNSUPPORTED;
+  AttentionParams p = {};
+  p.q_latent = static_cast<const bf16*>(q_latent->data);
+  p.q_latent_token = q_latent->strides[0];
+  p.q_latent_head = q_latent->strides[1];
+  p.q_pe = static_cast<const bf16*>(q_pe->data);
+  p.q_pe_token = q_pe->strides[0];
+  p.q_pe_head = q_pe->strides[1];
+  p.cache = static_cast<const bf16*>(kv_cache->data);
+  p.cache_block = kv_cache->strides[0];
+  p.cache_row = kv_cache->strides[1];
+  p.block_size = block_size;
+  p.block_table = block_table->data;
+  p.table_row = block_table->strides[0];
+  p.table_column = block_table->strides[1];
+  p.table_is_64bit = block_table->dtype == AMXK_I64;
+  p.out = static_cast<bf16*>(out->data);
+  p.out_token = out->strides[0];
+  p.out_head = out->strides[1];
+  if (lse != nullptr) {
+    p.lse = static_cast<float*>(lse->data);
+    p.lse_token = lse->strides[0];
+    p.lse_head = lse->strides[1];
+  }
+  p.latent = static_cast<int32_t>(latent);
+  p.rope = static_cast<int32_t>(rope);
+  p.heads = static_cast<int32_t>(heads);
+  p.scale_log2 = static_cast<float>(scale) * kLog2e;
+  p.plan = plan_view(planned);
+  p.parallel = pool;
+  if (p.plan.header->num_items == 0) return AMXK_OK;
+  const amxk_code code = ops->attention(p);
+  return code == AMXK_OK ? code : fail(error, code, "%s: no memory for scratch", op);
+}

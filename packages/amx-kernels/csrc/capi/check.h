@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one place where arguments are checked. Every check names the argument, its value and what was expected, and runs
+// before any tensor data is touched.
+#pragma once
+
+#include <cinttypes>
+#include <cstdio>
+
+#include "amx_kernels/amx_kernels.h"
+#include "base/common.h"
+#include "base/status.h"
+
+namespace amxk {
+
+// Stops at the first failed check; the rest are skipped.
+class Checker {
+ public:
+  Checker(const char* op, amxk_error* error) : op_(op), error_(error) {}
+
+  bool ok() const { return code_ == AMXK_OK; }
+  amxk_code code() const { return code_; }
+
+  template <class... Args>
+  bool require(bool condition, const char* format, Args... args) {
+    if (!ok() || condition) return ok();
+    char text[400];
+    std::snprintf(text, sizeof text, format, args...);
+    code_ = fail(error_, AMXK_INVALID_ARGUMENT, "%s: %s", op_, text);
+    return false;
+  }
+
+  // A tensor of the given type and number of dimensions, sane in memory, with a contiguous last dimension.
+  bool tensor(const amxk_tensor* t, const char* name, int dtype, int ndim);
+  // int32 or int64.
+  bool index_tensor(const amxk_tensor* t, const char* name, int ndim);
+  // As tensor(), and no two elements of it share memory: it is written by several threads.
+  bool output(const amxk_tensor* t, const char* name, int dtype, int ndim);
+  bool size(const amxk_tensor* t, const char* name, int dim, int64_t expected, const char* meaning);
+
+ private:
+  bool layout(const amxk_tensor* t, const char* name, int ndim);
+
+  const char* op_;
+  amxk_error* error_;
+  amxk_code code_ = AMXK_OK;
+};
+
+// Element i of an int32 or int64 vector.
+AMXK_INLINE int64_t index_at(const amxk_tensor* t, int64_t i) {
+  return t->dtype == AMXK_I64 ? static_cast<const int64_t*>(t->data)[i * t->strides[0]]
+                              : static_cast<const int32_t*>(t->data)[i * t->strides[0]];
+}
+
+// The caller's threads, or serial; a thread count below one counts as one.
+AMXK_INLINE amxk_parallel usable(const amxk_parallel* parallel) {
+  if (parallel == nullptr || parallel->run == nullptr) return {1, nullptr, nullptr};
+  amxk_parallel p = *parallel;
+  p.num_threads = max<int32_t>(1, p.num_threads);
+  return p;
+}
+
+}  // namespace amxk

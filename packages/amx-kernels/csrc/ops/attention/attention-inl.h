@@ -1,0 +1,402 @@
+// SPDX-License-Identifier: Apache-2.0
+// Latent attention over a paged cache, one text for every tier.
+//
+//   S^T = K Q^T        keys x rows; K is read as it lies in the cache, Q is packed once per unit
+//   P = 2^(c S - m)    rows sit in lanes, so maximum and sum run vertically; m is the running reference maximum
+//   O = P V            V is the first R columns of K; row pairs are interleaved once per key block for all rows
+//
+// Rows are (token, head) pairs: all heads and all query tokens of a unit share one pass over the keys, so the cache is
+// read from memory once. Keys go in blocks of kKeys: K (295 KB at 576 columns), interleaved V, S, P and O stay in L2.
+//
+// Invariants: keys at or past a row's limit are masked by selection, never by multiplication; groups with dead rows are
+// copied and their dead rows zeroed, so nothing outside live rows is ever an operand; m grows only when it must (by more
+// than 2^8), which leaves O alone in most blocks and costs no precision, because P's rounding is relative.
+#pragma once
+
+#include <math.h>
+
+#include "base/scratch.h"
+#include "ops/attention/params.h"
+#include "tile/pack-inl.h"
+
+namespace amxk {
+namespace AMXK_TIER {
+namespace {
+
+constexpr int kKeys = 256;          // keys per block
+constexpr float kGrowth = 8.0f;     // log2 of how far a score may exceed the reference maximum
+constexpr int64_t kPanelPad = 64;   // keeps panels of a power of two from falling into the same cache sets
+
+// The running softmax of a unit: O [columns/16][rows][16], m and l [rows].
+struct State {
+  float* o;
+  float* m;
+  float* l;
+};
+
+// Sizes of one unit; rows and columns are padded to whole tiles.
+struct Shape {
+  int64_t rows, row_groups;   // of queries, padded to 16
+  int64_t width, width_steps;  // of a latent row, padded to 32
+  int64_t panels;             // of 16 latent columns, padded to two
+
+  Shape(const AttentionParams& p, int64_t max_rows)
+      : rows(round_up(max_rows, kGroup)),
+        row_groups(rows / kGroup),
+        width(round_up(p.latent + p.rope, kStepK)),
+        width_steps(width / kStepK),
+        panels(round_up(p.latent, 32) / kGroup) {}
+
+  int64_t q_panel() const { return width * kGroup; }
+  int64_t s_panel() const { return kKeys * kGroup; }
+  int64_t v_panel() const { return kKeys * kGroup + kPanelPad; }
+  int64_t o_panel() const { return rows * kGroup; }
+  int64_t state_floats() const { return panels * o_panel() + 2 * rows; }
+};
+
+State state_at(float* memory, const Shape& s) {
+  return {memory, memory + s.panels * s.o_panel(), memory + s.panels * s.o_panel() + s.rows};
+}
+
+// One thread's scratch.
+struct Worker {
+  bf16* q;       // packed queries [row_groups][width/2][16][2]
+  float* s;      // scores [row_groups][kKeys][16]
+  bf16* p;       // probabilities [rows][kKeys]
+  bf16* v;       // interleaved values [panels][kKeys/2][16][2]
+  bf16* gather;  // copies of groups that cannot be read in place [kKeys][width]
+  int64_t* limit;  // keys visible to a row [rows]
+  void* gemm;
+  State total, part;
+
+  static size_t bytes(const Shape& s) {
+    Worker w;
+    return w.place(nullptr, s);
+  }
+
+  size_t place(char* base, const Shape& s) {
+    size_t at = 0;
+    const auto take = [&](size_t bytes) {
+      char* p = base + at;
+      at += static_cast<size_t>(round_up(static_cast<int64_t>(bytes), 64)) + 64;
+      return p;
+    };
+    q = reinterpret_cast<bf16*>(take(sizeof(bf16) * s.row_groups * s.q_panel()));
+    this->s = reinterpret_cast<float*>(take(sizeof(float) * s.row_groups * s.s_panel()));
+    p = reinterpret_cast<bf16*>(take(sizeof(bf16) * s.rows * kKeys));
+    v = reinterpret_cast<bf16*>(take(sizeof(bf16) * s.panels * s.v_panel()));
+    gather = reinterpret_cast<bf16*>(take(sizeof(bf16) * kKeys * s.width));
+    limit = reinterpret_cast<int64_t*>(take(sizeof(int64_t) * s.rows));
+    gemm = take(gemm_scratch_bytes(max<int64_t>(s.width_steps, kKeys / kStepK)));
+    total = state_at(reinterpret_cast<float*>(take(sizeof(float) * s.state_floats())), s);
+    part = state_at(reinterpret_cast<float*>(take(sizeof(float) * s.state_floats())), s);
+    return at;
+  }
+};
+
+// Queries of a unit, latent part and rope part side by side; rows past the last are zero.
+void pack_queries(const AttentionParams& p, const Shape& s, const Unit& u, bf16* staging, bf16* q) {
+  const int64_t token = p.plan.requests[u.request].first_token + u.first_token;
+  const int64_t rows = u.tokens * p.heads;
+  for (int64_t first = 0; first < rows; first += kGroup) {
+    memset(staging, 0, static_cast<size_t>(kGroup * s.width) * sizeof(bf16));
+    for (int64_t r = first; r < min<int64_t>(first + kGroup, rows); ++r) {
+      const int64_t t = token + r / p.heads, h = r % p.heads;
+      bf16* row = staging + (r - first) * s.width;
+      memcpy(row, p.q_latent + t * p.q_latent_token + h * p.q_latent_head, p.latent * sizeof(bf16));
+      memcpy(row + p.latent, p.q_pe + t * p.q_pe_token + h * p.q_pe_head, p.rope * sizeof(bf16));
+    }
+    pack_panel(staging, s.width, s.width_steps, q + first / kGroup * s.q_panel());
+  }
+}
+
+// Where the keys [first, first + n) of a request lie, as groups of 16 rows. A group inside one block is used in place;
+// one that straddles blocks, ends at the sequence's end or has a row width that is not a whole tile step is copied.
+void locate_keys(const AttentionParams& p, const Shape& s, int64_t request, int64_t first, int n, bf16* gather,
+                 RowGroup* groups) {
+  const int64_t width = p.latent + p.rope;
+  for (int g = 0; g < n; g += kGroup) {
+    const int64_t key = first + g;
+    const int64_t offset = key % p.block_size;
+    if (g + kGroup <= n && offset + kGroup <= p.block_size && width == s.width) {
+      const int64_t block = block_id(p, request, key / p.block_size);
+      groups[g / kGroup] = {p.cache + block * p.cache_block + offset * p.cache_row, p.cache_row};
+      continue;
+    }
+    bf16* copy = gather + g * s.width;
+    for (int i = 0; i < kGroup; ++i, copy += s.width) {
+      int64_t filled = 0;
+      if (g + i < n) {
+        const int64_t block = block_id(p, request, (key + i) / p.block_size);
+        memcpy(copy, p.cache + block * p.cache_block + (key + i) % p.block_size * p.cache_row, width * sizeof(bf16));
+        filled = width;
+      }
+      memset(copy + filled, 0, static_cast<size_t>(s.width - filled) * sizeof(bf16));
+    }
+    groups[g / kGroup] = {gather + g * s.width, s.width};
+  }
+}
+
+// The latent columns of `padded` keys (a multiple of 32), interleaved; rows past the last group are zero.
+void interleave_values(const AttentionParams& p, const Shape& s, const RowGroup* groups, int num_groups, int padded,
+                       bf16* v) {
+  const int64_t whole = p.latent / 32;
+  for (int pair = 0; pair < padded / 2; ++pair) {
+    bf16* line = v + pair * 2 * kGroup;
+    const int g = pair / (kGroup / 2);
+    if (g >= num_groups) {
+      for (int64_t n = 0; n < s.panels; ++n) memset(line + n * s.v_panel(), 0, 2 * kGroup * sizeof(bf16));
+      continue;
+    }
+    const bf16* row0 = groups[g].row + 2 * (pair % (kGroup / 2)) * groups[g].stride;
+    const bf16* row1 = row0 + groups[g].stride;
+    for (int64_t c = 0; c < whole; ++c) {
+      interleave32(row0 + 32 * c, row1 + 32 * c, line + 2 * c * s.v_panel(), line + (2 * c + 1) * s.v_panel());
+    }
+    if (whole * 32 < p.latent) {
+      bf16 tail[2][32] = {};
+      const size_t bytes = static_cast<size_t>(p.latent - 32 * whole) * sizeof(bf16);
+      memcpy(tail[0], row0 + 32 * whole, bytes);
+      memcpy(tail[1], row1 + 32 * whole, bytes);
+      interleave32(tail[0], tail[1], line + 2 * whole * s.v_panel(), line + (2 * whole + 1) * s.v_panel());
+    }
+  }
+}
+
+// Softmax of one panel of 16 rows over `padded` keys (a multiple of 32): scores to probabilities [16, kKeys], updating
+// m and l. limit: visible keys of this block per row; masked: some limit is below `padded`. Returns whether O must be
+// multiplied by alpha first.
+bool softmax_panel(float* scores, int padded, const int32_t* limit, bool masked, float scale, float* m, float* l,
+                   float* alpha, bf16* p) {
+  const V c = vset(scale);
+  V top = vset(-INFINITY);
+  if (masked) {
+    for (int k = 0; k < padded; ++k) {
+      const V x = vmask(vload(scores + k * kGroup), k, limit);
+      vstore(scores + k * kGroup, x);
+      top = vmax(top, x);
+    }
+  } else {
+    V top1 = top, top2 = top, top3 = top;
+    for (int k = 0; k < padded; k += 4) {
+      top = vmax(top, vload(scores + k * kGroup));
+      top1 = vmax(top1, vload(scores + (k + 1) * kGroup));
+      top2 = vmax(top2, vload(scores + (k + 2) * kGroup));
+      top3 = vmax(top3, vload(scores + (k + 3) * kGroup));
+    }
+    top = vmax(vmax(top, top1), vmax(top2, top3));
+  }
+  top = vmul(top, c);
+  const V old = vload(m);
+  const V bar = vadd(old, vset(kGrowth));
+  const bool grows = vany_gt(top, bar);
+  V reference = old;
+  if (grows) {
+    reference = vselect_gt(top, bar, top, old);
+    vstore(m, reference);
+    // 2^(-inf - x) is 0; a row that has seen nothing keeps -inf, and 0 stands in for it below.
+    vstore(alpha, vexp2(vsub(old, vselect_gt(reference, vset(-INFINITY), reference, vset(0.0f)))));
+  }
+  const V shift = vselect_gt(reference, vset(-INFINITY), vsub(vset(0.0f), reference), vset(0.0f));
+  V sum = vset(0.0f), sum1 = sum;
+  alignas(64) uint32_t pairs[16 * 16];
+  for (int k = 0; k < padded; k += 2 * kGroup) {
+    for (int i = 0; i < 2 * kGroup; i += 2) {
+      const V a = vexp2(vfma(vload(scores + (k + i) * kGroup), c, shift));
+      const V b = vexp2(vfma(vload(scores + (k + i + 1) * kGroup), c, shift));
+      sum = vadd(sum, a);
+      sum1 = vadd(sum1, b);
+      store_pairs(pairs + i / 2 * kGroup, a, b);
+    }
+    transpose16(pairs, kGroup, reinterpret_cast<uint32_t*>(p + k), kKeys / 2);
+  }
+  sum = vadd(sum, sum1);
+  vstore(l, grows ? vfma(vload(l), vload(alpha), sum) : vadd(vload(l), sum));
+  return grows;
+}
+
+void scale_rows(float* o, int64_t panels, int64_t o_panel, const float* factor) {
+  for (int64_t n = 0; n < panels; ++n) {
+    for (int r = 0; r < kGroup; ++r) {
+      float* row = o + n * o_panel + r * kGroup;
+      vstore(row, vmul(vload(row), vset(factor[r])));
+    }
+  }
+}
+
+// The softmax state of a unit's rows over the keys [begin, end).
+void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t begin, int64_t end, Worker& w,
+            const State& state) {
+  const int64_t rows = u.tokens * p.heads;
+  const int groups_q = static_cast<int>(ceil_div(rows, kGroup));
+  for (int64_t r = 0; r < groups_q * kGroup; ++r) {
+    state.m[r] = -INFINITY;
+    state.l[r] = 0.0f;
+  }
+  RowGroup keys[kKeys / kGroup], probabilities[ceil_div(kMaxRows, kGroup) + 1];
+  for (int64_t first = begin; first < end; first += kKeys) {
+    const int n = static_cast<int>(min<int64_t>(kKeys, end - first));
+    const int groups = static_cast<int>(ceil_div(n, kGroup));
+    const int padded = static_cast<int>(round_up(n, kStepK));
+    locate_keys(p, s, u.request, first, n, w.gather, keys);
+    gemm<false>(keys, groups, static_cast<int>(s.width_steps), w.q, s.q_panel(), groups_q, w.s, s.s_panel(), w.gemm);
+
+    for (int g = 0; g < groups_q; ++g) {
+      alignas(64) int32_t limit[kGroup];
+      bool masked = false;
+      for (int i = 0; i < kGroup; ++i) {
+        const int64_t visible = min<int64_t>(w.limit[g * kGroup + i] - first, n);
+        limit[i] = static_cast<int32_t>(max<int64_t>(visible, 0));
+        masked |= limit[i] < padded;
+      }
+      alignas(64) float alpha[kGroup];
+      const int64_t row = static_cast<int64_t>(g) * kGroup;
+      const bool grows = softmax_panel(w.s + g * s.s_panel(), padded, limit, masked, p.scale_log2, state.m + row,
+                                       state.l + row, alpha, w.p + row * kKeys);
+      if (grows && first > begin) scale_rows(state.o + row * kGroup, s.panels, s.o_panel(), alpha);
+    }
+
+    interleave_values(p, s, keys, groups, padded, w.v);
+    // Rows in chunks, because a unit of one token may have more heads than kMaxRows.
+    for (int g = 0; g < groups_q; g += kMaxRows / kGroup) {
+      const int chunk = min(groups_q - g, kMaxRows / kGroup);
+      for (int i = 0; i < chunk; ++i) probabilities[i] = {w.p + static_cast<int64_t>(g + i) * kGroup * kKeys, kKeys};
+      float* o = state.o + static_cast<int64_t>(g) * kGroup * kGroup;
+      const int steps = padded / kStepK, panels = static_cast<int>(s.panels);
+      if (first == begin) {
+        gemm<false>(probabilities, chunk, steps, w.v, s.v_panel(), panels, o, s.o_panel(), w.gemm);
+      } else {
+        gemm<true>(probabilities, chunk, steps, w.v, s.v_panel(), panels, o, s.o_panel(), w.gemm);
+      }
+    }
+  }
+}
+
+// total = total merged with part, which covers later keys.
+void merge(const Shape& s, int64_t rows, const State& total, const State& part) {
+  for (int64_t g = 0; g < rows; g += kGroup) {
+    const V a = vload(total.m + g), b = vload(part.m + g);
+    const V m = vmax(a, b);
+    const V shift = vselect_gt(m, vset(-INFINITY), m, vset(0.0f));
+    alignas(64) float fa[kGroup], fb[kGroup];
+    vstore(fa, vexp2(vsub(a, shift)));
+    vstore(fb, vexp2(vsub(b, shift)));
+    vstore(total.m + g, m);
+    vstore(total.l + g, vfma(vload(total.l + g), vload(fa), vmul(vload(part.l + g), vload(fb))));
+    for (int64_t n = 0; n < s.panels; ++n) {
+      float* x = total.o + n * s.o_panel() + g * kGroup;
+      const float* y = part.o + n * s.o_panel() + g * kGroup;
+      for (int r = 0; r < kGroup; ++r) {
+        vstore(x + r * kGroup, vfma(vload(x + r * kGroup), vset(fa[r]), vmul(vload(y + r * kGroup), vset(fb[r]))));
+      }
+    }
+  }
+}
+
+// Writes O / l as bf16 and the log-sum-exp in natural units. A row with nothing to attend is exactly zero, -inf.
+void finish(const AttentionParams& p, const Shape& s, const Unit& u, const State& state) {
+  const int64_t token = p.plan.requests[u.request].first_token + u.first_token;
+  const int64_t whole = p.latent / 32;
+  for (int64_t r = 0; r < u.tokens * p.heads; ++r) {
+    const int64_t t = token + r / p.heads, h = r % p.heads;
+    bf16* out = p.out + t * p.out_token + h * p.out_head;
+    const float l = state.l[r];
+    if (l == 0.0f) {
+      memset(out, 0, p.latent * sizeof(bf16));
+    } else {
+      const V inverse = vset(1.0f / l);
+      const float* row = state.o + r * kGroup;
+      for (int64_t c = 0; c < whole; ++c) {
+        store32(out + 32 * c, vmul(vload(row + 2 * c * s.o_panel()), inverse),
+                vmul(vload(row + (2 * c + 1) * s.o_panel()), inverse));
+      }
+      if (whole * 32 < p.latent) {
+        bf16 tail[32];
+        store32(tail, vmul(vload(row + 2 * whole * s.o_panel()), inverse),
+                vmul(vload(row + (2 * whole + 1) * s.o_panel()), inverse));
+        memcpy(out + 32 * whole, tail, static_cast<size_t>(p.latent - 32 * whole) * sizeof(bf16));
+      }
+    }
+    if (p.lse != nullptr) {
+      p.lse[t * p.lse_token + h * p.lse_head] = l == 0.0f ? -INFINITY : state.m[r] * kLn2 + logf(l);
+    }
+  }
+}
+
+struct Call {
+  const AttentionParams& p;
+  Shape shape;
+  float* slots;       // [num_slots][state_floats] states of straddling units
+  int64_t* finished;  // [num_straddles] splits done; whoever finishes the last one merges
+  int failed;         // a thread found no memory
+};
+
+void run_thread(void* argument, int thread) {
+  Call& call = *static_cast<Call*>(argument);
+  const AttentionParams& p = call.p;
+  const Shape& s = call.shape;
+  const int64_t first = p.plan.bounds[thread], last = p.plan.bounds[thread + 1];
+  if (first == last) return;
+  Worker w;
+  char* memory = static_cast<char*>(scratch(Scratch::kWorker, Worker::bytes(s)));
+  if (memory == nullptr) {
+    __atomic_store_n(&call.failed, 1, __ATOMIC_RELAXED);
+    return;
+  }
+  w.place(memory, s);
+  const TileScope tiles;
+
+  int64_t lo = 0, hi = p.plan.header->num_units - 1;
+  while (lo < hi) {  // the last unit that starts at or before `first`
+    const int64_t middle = (lo + hi + 1) / 2;
+    if (p.plan.units[middle].first_item <= first) {
+      lo = middle;
+    } else {
+      hi = middle - 1;
+    }
+  }
+  for (const Unit* u = p.plan.units + lo; u < p.plan.units + p.plan.header->num_units && u->first_item < last; ++u) {
+    const int64_t rows = u->tokens * p.heads, splits = unit_splits(*u);
+    const int64_t from = max<int64_t>(0, first - u->first_item), to = min<int64_t>(splits, last - u->first_item);
+    pack_queries(p, s, *u, w.gather, w.q);
+    const Request& request = p.plan.requests[u->request];
+    for (int64_t r = 0; r < round_up(rows, kGroup); ++r) {
+      w.limit[r] = request.keys - request.tokens + u->first_token + min(r / p.heads, u->tokens - 1) + 1;
+    }
+    for (int64_t i = from; i < to; ++i) {
+      const State state = u->slot >= 0 ? state_at(call.slots + (u->slot + i) * s.state_floats(), s)
+                                       : (i == 0 ? w.total : w.part);
+      attend(p, s, *u, i * u->split_keys, min(u->keys, (i + 1) * u->split_keys), w, state);
+      if (u->slot < 0 && i > 0) merge(s, rows, w.total, w.part);
+    }
+    if (u->slot < 0) {
+      finish(p, s, *u, w.total);
+    } else if (__atomic_add_fetch(call.finished + u->straddle, to - from, __ATOMIC_ACQ_REL) == splits) {
+      const State total = state_at(call.slots + u->slot * s.state_floats(), s);
+      for (int64_t i = 1; i < splits; ++i) {
+        merge(s, rows, total, state_at(call.slots + (u->slot + i) * s.state_floats(), s));
+      }
+      finish(p, s, *u, total);
+    }
+  }
+}
+
+amxk_code attention(const AttentionParams& p) {
+  const PlanHeader& h = *p.plan.header;
+  Call call = {p, Shape(p, h.max_rows), nullptr, nullptr, 0};
+  if (h.num_straddles > 0) {
+    const int64_t counters = round_up(h.num_straddles * static_cast<int64_t>(sizeof(int64_t)), 64);
+    const int64_t slots = h.num_slots * call.shape.state_floats() * static_cast<int64_t>(sizeof(float));
+    char* memory = static_cast<char*>(scratch(Scratch::kShared, static_cast<size_t>(counters + slots)));
+    if (memory == nullptr) return AMXK_INTERNAL;
+    memset(memory, 0, static_cast<size_t>(counters));
+    call.finished = reinterpret_cast<int64_t*>(memory);
+    call.slots = reinterpret_cast<float*>(memory + counters);
+  }
+  parallel_run(p.parallel, static_cast<int>(h.num_threads), run_thread, &call);
+  return call.failed ? AMXK_INTERNAL : AMXK_OK;
+}
+
+}  // namespace
+}  // namespace AMXK_TIER
+}  // namespace amxk

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Everything the attention kernel needs, checked by csrc/capi/attention.cpp. T tokens, H heads, R latent, P rope dims.
+#pragma once
+
+#include "base/common.h"
+#include "base/parallel.h"
+#include "ops/attention/plan.h"
+
+namespace amxk {
+
+struct AttentionParams {
+  const bf16* q_latent;  // [T, H, R]
+  int64_t q_latent_token, q_latent_head;
+  const bf16* q_pe;  // [T, H, P]
+  int64_t q_pe_token, q_pe_head;
+  const bf16* cache;  // [num_blocks, block_size, R + P]
+  int64_t cache_block, cache_row;
+  int64_t block_size;
+  const void* block_table;  // [num_reqs, max_blocks], int32 or int64
+  int64_t table_row, table_column;
+  bool table_is_64bit;
+  bf16* out;  // [T, H, R]
+  int64_t out_token, out_head;
+  float* lse;  // [T, H] or nullptr
+  int64_t lse_token, lse_head;
+  int32_t latent, rope, heads;
+  float scale_log2;  // softmax scale x log2(e), so that exponentials are powers of two
+  PlanView plan;
+  Parallel parallel;
+};
+
+AMXK_INLINE int64_t block_id(const AttentionParams& p, int64_t request, int64_t block) {
+  const int64_t i = request * p.table_row + block * p.table_column;
+  return p.table_is_64bit ? static_cast<const int64_t*>(p.block_table)[i]
+                          : static_cast<const int32_t*>(p.block_table)[i];
+}
+
+// Returns AMXK_OK, or AMXK_INTERNAL if scratch memory ran out.
+using AttentionFunction = amxk_code (*)(const AttentionParams&);
+
+}  // namespace amxk

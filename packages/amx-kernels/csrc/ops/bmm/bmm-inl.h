@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// Batched matrix product with packed or plain weights, one text for every tier: absorb (q W_UK) and de-absorb (o W_UV).
+//
+// A block of 64 rows x 8 panels of 16 columns is computed into 32 KB of fp32, which L1 keeps, then rounded to bf16 and
+// written to its place. Blocks of one weight panel set follow each other, so a thread reads its weights from memory once.
+#pragma once
+
+#include "base/scratch.h"
+#include "ops/bmm/params.h"
+#include "tile/pack-inl.h"
+
+namespace amxk {
+namespace AMXK_TIER {
+namespace {
+
+constexpr int kBlockGroups = 4;
+constexpr int kBlockPanels = 8;
+
+struct BmmCall {
+  const BmmParams& p;
+  int64_t depth, steps;           // padded to 32
+  int64_t row_blocks, panel_blocks;
+  int failed;
+};
+
+// Panel n of a plain weight matrix.
+AMXK_INLINE void pack_weight_panel(const bf16* weight, int64_t stride, int64_t columns, int64_t depth, int64_t padded,
+                                   int64_t n, bf16* staging, bf16* panel) {
+  const int64_t live = min<int64_t>(kGroup, columns - n * kGroup);
+  const bf16* rows = weight + n * kGroup * stride;
+  if (live < kGroup || depth != padded || stride % 2 != 0) {
+    copy_group(rows, stride, live, depth, padded, staging);
+    pack_panel(staging, padded, padded / kStepK, panel);
+  } else {
+    pack_panel(rows, stride, padded / kStepK, panel);
+  }
+}
+
+void bmm_thread(void* argument, int thread) {
+  BmmCall& call = *static_cast<BmmCall*>(argument);
+  const BmmParams& p = call.p;
+  const int64_t items = p.batch * call.panel_blocks * call.row_blocks;
+  const int64_t first = items * thread / p.parallel.num_threads;
+  const int64_t last = items * (thread + 1) / p.parallel.num_threads;
+  if (first == last) return;
+
+  const int64_t panel_size = call.depth * kGroup;
+  const size_t c_bytes = sizeof(float) * kBlockPanels * kBlockGroups * kGroup * kGroup;
+  const size_t a_bytes = sizeof(bf16) * kBlockGroups * kGroup * static_cast<size_t>(call.depth);
+  const size_t b_bytes = p.packed ? 0 : sizeof(bf16) * (kBlockPanels + 1) * static_cast<size_t>(panel_size);
+  char* memory = static_cast<char*>(scratch(Scratch::kWorker, c_bytes + a_bytes + b_bytes +
+                                                                  gemm_scratch_bytes(call.steps) + 64));
+  if (memory == nullptr) {
+    __atomic_store_n(&call.failed, 1, __ATOMIC_RELAXED);
+    return;
+  }
+  float* c = reinterpret_cast<float*>(memory);
+  bf16* copies = reinterpret_cast<bf16*>(memory + c_bytes);
+  bf16* plain = reinterpret_cast<bf16*>(memory + c_bytes + a_bytes);
+  void* gemm_scratch = memory + c_bytes + a_bytes + b_bytes;
+  constexpr int64_t c_panel = kBlockGroups * kGroup * kGroup;
+  const TileScope tiles;
+
+  int64_t packed_for = -1;
+  for (int64_t item = first; item < last; ++item) {
+    const int64_t weights = item / call.row_blocks;
+    const int64_t n = weights / call.panel_blocks;
+    const int64_t panel0 = weights % call.panel_blocks * kBlockPanels;
+    const int64_t panels = min<int64_t>(kBlockPanels, ceil_div(p.columns, kGroup) - panel0);
+    const int64_t row0 = item % call.row_blocks * kBlockGroups * kGroup;
+    const int64_t rows = min<int64_t>(kBlockGroups * kGroup, p.rows - row0);
+
+    const bf16* b;
+    if (p.packed) {
+      b = p.mat2 + (n * ceil_div(p.columns, kGroup) + panel0) * panel_size;
+    } else {
+      if (weights != packed_for) {
+        for (int64_t i = 0; i < panels; ++i) {
+          pack_weight_panel(p.mat2 + n * p.mat2_batch, p.mat2_row, p.columns, p.depth, call.depth, panel0 + i,
+                            plain + kBlockPanels * panel_size, plain + i * panel_size);
+        }
+        packed_for = weights;
+      }
+      b = plain;
+    }
+
+    RowGroup a[kBlockGroups];
+    const int groups = static_cast<int>(ceil_div(rows, kGroup));
+    for (int g = 0; g < groups; ++g) {
+      const bf16* row = p.mat1 + n * p.mat1_batch + (row0 + g * kGroup) * p.mat1_row;
+      const int64_t live = min<int64_t>(kGroup, rows - g * kGroup);
+      a[g] = {row, p.mat1_row};
+      if (live < kGroup || p.depth != call.depth) {
+        bf16* copy = copies + g * kGroup * call.depth;
+        copy_group(row, p.mat1_row, live, p.depth, call.depth, copy);
+        a[g] = {copy, call.depth};
+      }
+    }
+    gemm<false>(a, groups, static_cast<int>(call.steps), b, panel_size, static_cast<int>(panels), c, c_panel,
+                gemm_scratch);
+
+    const V factor = vset(p.scale != nullptr ? p.scale[n * p.scale_batch] : 1.0f);
+    for (int64_t r = 0; r < rows; ++r) {
+      bf16* out = p.out + n * p.out_batch + (row0 + r) * p.out_row + panel0 * kGroup;
+      for (int64_t i = 0; i < panels; ++i) {
+        const V x = vmul(vload(c + i * c_panel + r * kGroup), factor);
+        const int64_t live = p.columns - (panel0 + i) * kGroup;
+        if (live >= kGroup) {
+          store16(out + i * kGroup, x);
+        } else {
+          bf16 tail[kGroup];
+          store16(tail, x);
+          memcpy(out + i * kGroup, tail, static_cast<size_t>(live) * sizeof(bf16));
+        }
+      }
+    }
+  }
+}
+
+amxk_code bmm(const BmmParams& p) {
+  const int64_t depth = round_up(p.depth, kStepK);
+  BmmCall call = {p,
+                  depth,
+                  depth / kStepK,
+                  ceil_div(p.rows, kBlockGroups * kGroup),
+                  ceil_div(ceil_div(p.columns, kGroup), kBlockPanels),
+                  0};
+  if (p.batch * p.rows * p.columns > 0) parallel_run(p.parallel, p.parallel.num_threads, bmm_thread, &call);
+  return call.failed ? AMXK_INTERNAL : AMXK_OK;
+}
+
+struct PackCall {
+  const PackParams& p;
+  int failed;
+};
+
+void pack_thread(void* argument, int thread) {
+  PackCall& call = *static_cast<PackCall*>(argument);
+  const PackParams& p = call.p;
+  const int64_t depth = round_up(p.depth, kStepK), panels = ceil_div(p.columns, kGroup);
+  const int64_t first = p.batch * panels * thread / p.parallel.num_threads;
+  const int64_t last = p.batch * panels * (thread + 1) / p.parallel.num_threads;
+  if (first == last) return;
+  bf16* staging = static_cast<bf16*>(scratch(Scratch::kWorker, sizeof(bf16) * kGroup * static_cast<size_t>(depth)));
+  if (staging == nullptr) {
+    __atomic_store_n(&call.failed, 1, __ATOMIC_RELAXED);
+    return;
+  }
+  for (int64_t i = first; i < last; ++i) {
+    pack_weight_panel(p.weight + i / panels * p.weight_batch, p.weight_row, p.columns, p.depth, depth, i % panels,
+                      staging, p.packed + i * depth * kGroup);
+  }
+}
+
+amxk_code pack(const PackParams& p) {
+  PackCall call = {p, 0};
+  if (p.batch * p.columns * p.depth > 0) parallel_run(p.parallel, p.parallel.num_threads, pack_thread, &call);
+  return call.failed ? AMXK_INTERNAL : AMXK_OK;
+}
+
+}  // namespace
+}  // namespace AMXK_TIER
+}  // namespace amxk

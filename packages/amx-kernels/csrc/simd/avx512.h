@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vector vocabulary, AVX-512 F/BW/VL/DQ: see simd/portable.h for what each word means. With AMXK_NATIVE_BF16 defined by
+// the tier, rounding to bf16 uses AVX512-BF16 instructions.
+#pragma once
+
+#include <immintrin.h>
+#include <math.h>
+
+#include "base/common.h"
+
+namespace amxk {
+namespace AMXK_TIER {
+namespace {
+
+using V = __m512;
+
+AMXK_INLINE V vload(const float* p) { return _mm512_loadu_ps(p); }
+AMXK_INLINE void vstore(float* p, V a) { _mm512_storeu_ps(p, a); }
+AMXK_INLINE V vset(float x) { return _mm512_set1_ps(x); }
+AMXK_INLINE V vadd(V a, V b) { return _mm512_add_ps(a, b); }
+AMXK_INLINE V vsub(V a, V b) { return _mm512_sub_ps(a, b); }
+AMXK_INLINE V vmul(V a, V b) { return _mm512_mul_ps(a, b); }
+AMXK_INLINE V vfma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+AMXK_INLINE V vmax(V a, V b) { return _mm512_max_ps(a, b); }
+AMXK_INLINE V vselect_gt(V a, V b, V x, V y) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
+}
+AMXK_INLINE V vmask(V s, int key, const int32_t* limit) {
+  const __mmask16 live = _mm512_cmpgt_epi32_mask(_mm512_loadu_si512(limit), _mm512_set1_epi32(key));
+  return _mm512_mask_blend_ps(live, _mm512_set1_ps(-INFINITY), s);
+}
+AMXK_INLINE bool vany_gt(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+
+// The polynomial of the portable tier; VSCALEF multiplies by 2^n.
+AMXK_INLINE V vexp2(V x) {
+  const V n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const V f = _mm512_sub_ps(x, n);
+  V p = _mm512_set1_ps(1.5353362e-4f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3398874e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6184373e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5503324e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022648e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314720e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  // -inf - (-inf) is NaN in f; 2^-inf is 0.
+  const __mmask16 small = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_LT_OQ);
+  return _mm512_mask_blend_ps(small, _mm512_scalef_ps(p, n), _mm512_setzero_ps());
+}
+
+#ifndef AMXK_NATIVE_BF16
+// fp32 to the upper half of each word, rounded to nearest even, NaN kept.
+AMXK_INLINE __m512i round_bf16_16(V x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  return _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
+}
+#endif
+
+AMXK_INLINE __m512i pairs_16(V a, V b) {
+#ifdef AMXK_NATIVE_BF16
+  // VCVTNE2PS2BF16 puts a's 16 values in the lower half and b's in the upper; one VPERMW makes pairs.
+  const __m512i halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a));
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, halves);
+#else
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(round_bf16_16(a), 16), round_bf16_16(b));
+#endif
+}
+AMXK_INLINE void store_pairs(uint32_t* dst, V a, V b) { _mm512_storeu_si512(dst, pairs_16(a, b)); }
+
+// Four rounds of pairwise exchanges: words, pairs of words within 128-bit lanes, then whole lanes twice.
+AMXK_INLINE void transpose16(const uint32_t* src, int64_t src_stride, uint32_t* dst, int64_t dst_stride) {
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(src + i * src_stride);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm512_storeu_si512(dst + i * dst_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    _mm512_storeu_si512(dst + (i + 8) * dst_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    _mm512_storeu_si512(dst + (i + 4) * dst_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+    _mm512_storeu_si512(dst + (i + 12) * dst_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+  }
+}
+
+// Two unpacks, no more: panel 0 holds columns 0-3, 8-11, 16-19, 24-27 and panel 1 the rest. store32 undoes it once per
+// output row, where restoring the order here would cost two more shuffles for every pair of cache rows.
+AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* panel0, bf16* panel1) {
+  const __m512i a = _mm512_loadu_si512(row0);
+  const __m512i b = _mm512_loadu_si512(row1);
+  _mm512_storeu_si512(panel0, _mm512_unpacklo_epi16(a, b));
+  _mm512_storeu_si512(panel1, _mm512_unpackhi_epi16(a, b));
+}
+
+AMXK_INLINE void store16(bf16* dst, V a) {
+#ifdef AMXK_NATIVE_BF16
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a)));
+#else
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst), _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_bf16_16(a), 16)));
+#endif
+}
+AMXK_INLINE void store32(bf16* dst, V panel0, V panel1) {
+  const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+  const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+  store16(dst, _mm512_permutex2var_ps(panel0, first, panel1));
+  store16(dst + 16, _mm512_permutex2var_ps(panel0, second, panel1));
+}
+
+}  // namespace
+}  // namespace AMXK_TIER
+}  // namespace amxk

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vector vocabulary, plain C++. A vector is 16 fp32 lanes on every tier, so each algorithm is written once; loops over
+// the lanes are left to the compiler. Include with AMXK_TIER defined as the tier's namespace.
+#pragma once
+
+#include <math.h>
+
+#include "base/common.h"
+
+namespace amxk {
+namespace AMXK_TIER {
+namespace {
+
+struct V {
+  float lane[16];
+};
+
+#define AMXK_LANES(expression)                       \
+  V r;                                               \
+  for (int i = 0; i < 16; ++i) r.lane[i] = (expression); \
+  return r
+
+AMXK_INLINE V vload(const float* p) { AMXK_LANES(p[i]); }
+AMXK_INLINE void vstore(float* p, V a) { memcpy(p, a.lane, sizeof a.lane); }
+AMXK_INLINE V vset(float x) { AMXK_LANES(x); }
+AMXK_INLINE V vadd(V a, V b) { AMXK_LANES(a.lane[i] + b.lane[i]); }
+AMXK_INLINE V vsub(V a, V b) { AMXK_LANES(a.lane[i] - b.lane[i]); }
+AMXK_INLINE V vmul(V a, V b) { AMXK_LANES(a.lane[i] * b.lane[i]); }
+AMXK_INLINE V vfma(V a, V b, V c) { AMXK_LANES(a.lane[i] * b.lane[i] + c.lane[i]); }
+AMXK_INLINE V vmax(V a, V b) { AMXK_LANES(a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]); }
+// a > b ? x : y, lane by lane; a comparison with NaN is false.
+AMXK_INLINE V vselect_gt(V a, V b, V x, V y) { AMXK_LANES(a.lane[i] > b.lane[i] ? x.lane[i] : y.lane[i]); }
+// Lanes whose limit is at most `key` become -inf: selected, never multiplied, since 0 x NaN is NaN.
+AMXK_INLINE V vmask(V s, int key, const int32_t* limit) { AMXK_LANES(key < limit[i] ? s.lane[i] : -INFINITY); }
+
+AMXK_INLINE bool vany_gt(V a, V b) {
+  bool any = false;
+  for (int i = 0; i < 16; ++i) any |= a.lane[i] > b.lane[i];
+  return any;
+}
+
+// 2^x for x <= 127. x = n + f with n the nearest integer, found by adding 1.5 x 2^23; 2^f by a polynomial of degree 6
+// (relative error 1e-7 on [-1/2, 1/2]). Below -126 the result is 0, which flushes what would be subnormal.
+AMXK_INLINE V vexp2(V x) {
+  constexpr float kMagic = 12582912.0f;
+  V r;
+  for (int i = 0; i < 16; ++i) {
+    const float t = x.lane[i] < -126.0f ? -126.0f : x.lane[i];
+    const float n = t + kMagic;
+    const float f = t - (n - kMagic);
+    float p = 1.5353362e-4f;
+    p = p * f + 1.3398874e-3f;
+    p = p * f + 9.6184373e-3f;
+    p = p * f + 5.5503324e-2f;
+    p = p * f + 2.4022648e-1f;
+    p = p * f + 6.9314720e-1f;
+    p = p * f + 1.0f;
+    uint32_t bits;
+    memcpy(&bits, &n, sizeof bits);
+    bits = (bits << 23) + 0x3f800000u;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    r.lane[i] = x.lane[i] < -126.0f ? 0.0f : p * power;
+  }
+  return r;
+}
+
+// Lane i of dst: the bf16 pair (a[i], b[i]).
+AMXK_INLINE void store_pairs(uint32_t* dst, V a, V b) {
+  for (int i = 0; i < 16; ++i) {
+    dst[i] = float_to_bf16(a.lane[i]) | static_cast<uint32_t>(float_to_bf16(b.lane[i])) << 16;
+  }
+}
+
+// dst[j][i] = src[i][j] for a 16 x 16 block of 32-bit words (bf16 pairs); strides in words.
+AMXK_INLINE void transpose16(const uint32_t* src, int64_t src_stride, uint32_t* dst, int64_t dst_stride) {
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < 16; ++j) {
+      uint32_t word;
+      memcpy(&word, src + i * src_stride + j, sizeof word);
+      dst[j * dst_stride + i] = word;
+    }
+  }
+}
+
+// Thirty-two columns of two rows become one line of pairs in each of two panels. A tier may choose which panel and lane
+// a column goes to, as long as its store32 puts the columns back.
+AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* panel0, bf16* panel1) {
+  for (int i = 0; i < 16; ++i) {
+    panel0[2 * i] = row0[i];
+    panel0[2 * i + 1] = row1[i];
+    panel1[2 * i] = row0[16 + i];
+    panel1[2 * i + 1] = row1[16 + i];
+  }
+}
+
+AMXK_INLINE void store32(bf16* dst, V panel0, V panel1) {
+  for (int i = 0; i < 16; ++i) dst[i] = float_to_bf16(panel0.lane[i]);
+  for (int i = 0; i < 16; ++i) dst[16 + i] = float_to_bf16(panel1.lane[i]);
+}
+
+// Sixteen columns in natural order.
+AMXK_INLINE void store16(bf16* dst, V a) {
+  for (int i = 0; i < 16; ++i) dst[i] = float_to_bf16(a.lane[i]);
+}
+
+#undef AMXK_LANES
+
+}  // namespace
+}  // namespace AMXK_TIER
+}  // namespace amxk

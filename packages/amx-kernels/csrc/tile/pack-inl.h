@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// From rows to B panels: sixteen rows become sixteen columns, their elements pairs of k.
+#pragma once
+
+namespace amxk {
+namespace AMXK_TIER {
+namespace {
+
+// Packs 16 rows of steps x 32 elements into panel[k/2][row][k%2]. stride: elements from row to row, even.
+AMXK_INLINE void pack_panel(const bf16* rows, int64_t stride, int64_t steps, bf16* panel) {
+  for (int64_t k = 0; k < steps; ++k) {
+    transpose16(reinterpret_cast<const uint32_t*>(rows + k * kStepK), stride / 2,
+                reinterpret_cast<uint32_t*>(panel + k * kStepK * kGroup), kGroup);
+  }
+}
+
+// Copies n rows of `width` elements to 16 rows of `padded` elements each, zero elsewhere.
+AMXK_INLINE void copy_group(const bf16* rows, int64_t stride, int64_t n, int64_t width, int64_t padded, bf16* to) {
+  for (int64_t i = 0; i < kGroup; ++i, to += padded) {
+    const int64_t filled = i < n ? width : 0;
+    if (filled > 0) memcpy(to, rows + i * stride, static_cast<size_t>(filled) * sizeof(bf16));
+    memset(to + filled, 0, static_cast<size_t>(padded - filled) * sizeof(bf16));
+  }
+}
+
+}  // namespace
+}  // namespace AMXK_TIER
+}  // namespace amxk
