@@ -232,3 +232,22 @@ if pid == 0:
     os._exit(0 if isa.source() else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 """)
+
+
+def test_isa_needs_neither_numpy_nor_the_extension_module() -> None:
+    succeed("""
+import sys
+sys.modules.update({"numpy": None, "torch": None, "amx_kernels._core": None})
+import amx_kernels
+assert amx_kernels.isa.current() in amx_kernels.isa.TIERS
+try:
+    amx_kernels.bmm_cpu
+    raise SystemExit("imported without NumPy")
+except ImportError:
+    pass
+try:
+    amx_kernels.no_such_name
+    raise SystemExit("found")
+except AttributeError as error:
+    assert "no_such_name" in str(error)
+""")

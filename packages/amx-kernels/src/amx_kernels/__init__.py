@@ -8,18 +8,22 @@ bits) and anything that speaks DLPack. ``import amx_kernels.torch`` registers th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from amx_kernels import isa
 from amx_kernels._version import __version__
-from amx_kernels.ops import (
-    bmm_cpu,
-    concat_and_cache_mla_cpu,
-    convert_weight_packed,
-    decode_attention_cpu,
-    extend_attention_cpu,
-    get_num_threads,
-    plan_attention,
-    set_num_threads,
-)
+
+if TYPE_CHECKING:
+    from amx_kernels.ops import (
+        bmm_cpu,
+        concat_and_cache_mla_cpu,
+        convert_weight_packed,
+        decode_attention_cpu,
+        extend_attention_cpu,
+        get_num_threads,
+        plan_attention,
+        set_num_threads,
+    )
 
 __all__ = [
     "__version__",
@@ -33,3 +37,13 @@ __all__ = [
     "plan_attention",
     "set_num_threads",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the ops at their first use, so that isa and doctor work where the extension module or NumPy does not."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from amx_kernels import ops
+
+    globals()[name] = value = getattr(ops, name)
+    return value
