@@ -13,31 +13,61 @@ typedef float v16f __attribute__((vector_size(64)));
 typedef uint32_t v16u __attribute__((vector_size(64)));
 typedef int32_t v16i __attribute__((vector_size(64)));
 
-// acc + a * b, rounded once.
-static inline __attribute__((always_inline)) v16f fused(v16f a, v16f b, v16f acc) {
+#define INLINE static inline __attribute__((always_inline))
+
+// acc + a * b, rounded once, and x + y. Which of several NaNs comes out is part of the result: that of a, else that of
+// b, else the accumulator's; that of x, else that of y. The compiler would exchange operands, hence the assembly.
 #if defined __AVX512F__
-    return (v16f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)acc);
+enum { BLOCK = 4 };
+INLINE v16f fused(v16f a, v16f b, v16f acc) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+    return acc;
+}
+INLINE v16f sum(v16f x, v16f y) {
+    v16f z;
+    __asm__("vaddps %2, %1, %0" : "=v"(z) : "v"(x), "v"(y));
+    return z;
+}
 #elif defined __FMA__
-    union {
-        v16f all;
-        __m256 half[2];
-    } x = {a}, y = {b}, z = {acc};
-    z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
-    z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
+enum { BLOCK = 2 };
+union halves {
+    v16f all;
+    __m256 half[2];
+};
+INLINE v16f fused(v16f a, v16f b, v16f acc) {
+    union halves x = {a}, y = {b}, z = {acc};
+    for (int i = 0; i < 2; ++i)
+        __asm__("vfmadd231ps %2, %1, %0" : "+x"(z.half[i]) : "x"(x.half[i]), "x"(y.half[i]));
     return z.all;
+}
+INLINE v16f sum(v16f a, v16f b) {
+    union halves x = {a}, y = {b}, z;
+    for (int i = 0; i < 2; ++i) __asm__("vaddps %2, %1, %0" : "=x"(z.half[i]) : "x"(x.half[i]), "x"(y.half[i]));
+    return z.all;
+}
 #else
+enum { BLOCK = 1 };
+INLINE float quiet(float x) { return x + 0.0f; }
+INLINE v16f fused(v16f a, v16f b, v16f acc) {
     // The product is exact in double, and rounding the sum first to 53 and then to 24 bits equals rounding once,
     // because 53 >= 2 * 24 + 2.
-    for (int i = 0; i < 16; ++i) acc[i] = (float)((double)acc[i] + (double)a[i] * (double)b[i]);
+    for (int i = 0; i < 16; ++i)
+        acc[i] = a[i] != a[i]   ? quiet(a[i])
+                 : b[i] != b[i] ? quiet(b[i])
+                                : (float)((double)acc[i] + (double)a[i] * (double)b[i]);
     return acc;
-#endif
 }
+INLINE v16f sum(v16f x, v16f y) {
+    for (int i = 0; i < 16; ++i) x[i] = x[i] != x[i] ? quiet(x[i]) : y[i] != y[i] ? quiet(y[i]) : x[i] + y[i];
+    return x;
+}
+#endif
 
-static inline __attribute__((always_inline)) v16f splat(float x) {
+INLINE v16f splat(float x) {
     return (v16f){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
 }
 
-static inline float half_to_float(uint16_t h) {
+INLINE float half_to_float(uint16_t h) {
 #if defined __F16C__
     return _cvtsh_ss(h);
 #else
@@ -61,7 +91,7 @@ static inline float half_to_float(uint16_t h) {
 #endif
 }
 
-static void split(const uint8_t line[AMX_COLSB], int half, v16f *even, v16f *odd) {
+INLINE void split(const uint8_t line[AMX_COLSB], int half, v16f *even, v16f *odd) {
     v16u pairs;
     memcpy(&pairs, line, sizeof pairs);
     if (!half) {
@@ -75,36 +105,65 @@ static void split(const uint8_t line[AMX_COLSB], int half, v16f *even, v16f *odd
     }
 }
 
-static void dot_pairs(const struct amx_dot *d, v16i columns) {
-    const int half = d->op == AMX_TDPFP16PS;
-    v16f b_even[AMX_ROWS], b_odd[AMX_ROWS];
-    for (int k = 0; k < d->depth; ++k) split(d->b[k], half, &b_even[k], &b_odd[k]);
-    for (int m = 0; m < d->rows; ++m) {
-        v16f a_even, a_odd, c, even = {0}, odd = {0};
-        split(d->a[m], half, &a_even, &a_odd);
-        memcpy(&c, d->c[m], sizeof c);
-        const v16i before = (v16i)c;
-        for (int k = 0; k < d->depth; ++k) {
-            const v16f e = splat(a_even[k]), o = splat(a_odd[k]);
-            switch (d->order) {
-            case AMX_ORDER_MANUAL:
-                even = fused(e, b_even[k], even);
-                odd = fused(o, b_odd[k], odd);
-                break;
-            case AMX_ORDER_SEQUENTIAL:
-                c = fused(e, b_even[k], c);
-                c = fused(o, b_odd[k], c);
-                break;
-            case AMX_ORDER_VDPBF16PS:
-                c = fused(o, b_odd[k], c);
-                c = fused(e, b_even[k], c);
-                break;
+struct operands {
+    float a_even[AMX_ROWS][16], a_odd[AMX_ROWS][16];  // [m][k]
+    v16f b_even[16], b_odd[16];                       // [k][n]
+};
+
+// `rows` rows from `m` on, together for the sake of the latency of the multiply-adds.
+INLINE void rows_of_pairs(const struct amx_dot *d, const struct operands *in, int m, int rows, int order,
+                          v16i columns) {
+    v16f c[BLOCK], even[BLOCK], odd[BLOCK];
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; ++i) {
+        memcpy(&c[i], d->c[m + i], sizeof c[i]);
+        even[i] = odd[i] = (v16f){0};
+    }
+    for (int k = 0; k < d->depth; ++k) {
+#pragma GCC unroll 4
+        for (int i = 0; i < rows; ++i) {
+            const v16f e = splat(in->a_even[m + i][k]), o = splat(in->a_odd[m + i][k]);
+            if (order == AMX_ORDER_MANUAL) {
+                even[i] = fused(e, in->b_even[k], even[i]);
+                odd[i] = fused(o, in->b_odd[k], odd[i]);
+            } else if (order == AMX_ORDER_SEQUENTIAL) {
+                c[i] = fused(o, in->b_odd[k], fused(e, in->b_even[k], c[i]));
+            } else {
+                c[i] = fused(e, in->b_even[k], fused(o, in->b_odd[k], c[i]));
             }
         }
-        if (d->order == AMX_ORDER_MANUAL) c = c + (even + odd);
-        const v16i after = ((v16i)c & columns) | (before & ~columns);
-        memcpy(d->c[m], &after, sizeof after);
     }
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; ++i) {
+        if (order == AMX_ORDER_MANUAL) c[i] = sum(c[i], sum(even[i], odd[i]));
+        v16i before;
+        memcpy(&before, d->c[m + i], sizeof before);
+        before = ((v16i)c[i] & columns) | (before & ~columns);
+        memcpy(d->c[m + i], &before, sizeof before);
+    }
+}
+
+INLINE void all_rows_of_pairs(const struct amx_dot *d, const struct operands *in, int order, v16i columns) {
+    int m = 0;
+    for (; m + BLOCK <= d->rows; m += BLOCK) rows_of_pairs(d, in, m, BLOCK, order, columns);
+    for (; m < d->rows; ++m) rows_of_pairs(d, in, m, 1, order, columns);
+}
+
+INLINE void dot_pairs(const struct amx_dot *d, int half, v16i columns) {
+    struct operands in;
+    for (int k = 0; k < d->depth; ++k) split(d->b[k], half, &in.b_even[k], &in.b_odd[k]);
+    for (int m = 0; m < d->rows; ++m) {
+        v16f even, odd;
+        split(d->a[m], half, &even, &odd);
+        memcpy(in.a_even[m], &even, sizeof even);
+        memcpy(in.a_odd[m], &odd, sizeof odd);
+    }
+    if (d->order == AMX_ORDER_MANUAL)
+        all_rows_of_pairs(d, &in, AMX_ORDER_MANUAL, columns);
+    else if (d->order == AMX_ORDER_SEQUENTIAL)
+        all_rows_of_pairs(d, &in, AMX_ORDER_SEQUENTIAL, columns);
+    else
+        all_rows_of_pairs(d, &in, AMX_ORDER_VDPBF16PS, columns);
 }
 
 static void dot_quads(const struct amx_dot *d, v16i columns) {
@@ -133,8 +192,10 @@ static void dot_quads(const struct amx_dot *d, v16i columns) {
 void AMX_DOT_NAME(const struct amx_dot *d) {
     v16i columns;
     for (int i = 0; i < 16; ++i) columns[i] = i < d->columns ? -1 : 0;
-    if (d->op == AMX_TDPBF16PS || d->op == AMX_TDPFP16PS)
-        dot_pairs(d, columns);
+    if (d->op == AMX_TDPBF16PS)
+        dot_pairs(d, 0, columns);
+    else if (d->op == AMX_TDPFP16PS)
+        dot_pairs(d, 1, columns);
     else
         dot_quads(d, columns);
 }

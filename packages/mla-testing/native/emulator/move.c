@@ -108,14 +108,16 @@ enum amx_fault amx_execute_move(struct amx_thread *t, const struct amx_insn *ins
     case AMX_TILELOADDT1:
     case AMX_TILESTORED: {
         const unsigned rows = config->rows[tile], bytes = config->colsb[tile];
-        if (config->start_row >= rows) return AMX_FAULT_UD;
+        if (config->start_row >= rows || bytes % 4) return AMX_FAULT_UD;
         const int store = op == AMX_TILESTORED;
         const unsigned first = config->start_row;
         for (unsigned row = first; row < rows; ++row) {
             void *memory = (void *)(segment + ((offset + row * stride) & mask));
             uint8_t *line = t->tile[tile][row];
             if (store ? amx_copy(memory, line, bytes) : amx_copy(line, memory, bytes)) {
-                config->start_row = row;  // where a handler that mends the fault lets the instruction go on
+                // Where a handler that mends the fault lets the instruction go on.
+                if (!store) zero(t->tile[tile][row], (AMX_ROWS - row) * AMX_COLSB);
+                config->start_row = row;
                 return AMX_FAULT_MEMORY;
             }
             if (!store)

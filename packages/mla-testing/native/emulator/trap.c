@@ -105,7 +105,14 @@ enum amx_fault amx_execute_dot(struct amx_thread *t, const struct amx_insn *insn
 
 static enum amx_fault execute(struct amx_thread *t, const struct amx_insn *insn, const struct amx_registers *regs,
                               uint64_t next_rip) {
-    return amx_is_dot(insn->op) ? amx_execute_dot(t, insn) : amx_execute_move(t, insn, regs, next_rip);
+    if (amx_is_dot(insn->op)) return amx_execute_dot(t, insn);
+    const enum amx_fault fault = amx_execute_move(t, insn, regs, next_rip);
+    // A non-canonical address is #GP, but #SS, and with it another signal, through the registers of the stack.
+    if (fault == AMX_FAULT_MEMORY && t->fault_info.si_code == SI_KERNEL && !insn->segment &&
+        (insn->base == 4 || insn->base == 5)) {
+        t->fault_signal = t->fault_info.si_signo = SIGBUS;
+    }
+    return fault;
 }
 
 // ---- Stubs --------------------------------------------------------------------------------------------------------
@@ -492,4 +499,32 @@ int mla_amx_decode(const void *code, int32_t fields[11]) {
                              i.disp};
     memcpy(fields, all, sizeof all);
     return i.length;
+}
+
+int mla_amx_step(const void *code, const uint64_t registers[16], uint64_t result[3]) {
+    struct amx_insn insn;
+    struct amx_registers regs;
+    memset(result, 0, 3 * sizeof *result);
+    if (!amx_decode(code, &insn)) return 0;
+    memcpy(&regs, registers, sizeof regs);
+    if (!self) {
+        amx_lock();
+        adopt_state();
+        amx_unlock();
+    }
+    switch (execute(self, &insn, &regs, (uint64_t)code + insn.length)) {
+    case AMX_OK:
+        break;
+    case AMX_FAULT_UD:
+        result[0] = SIGILL, result[1] = ILL_ILLOPN, result[2] = (uint64_t)code;
+        break;
+    case AMX_FAULT_GP:
+        result[0] = SIGSEGV, result[1] = SI_KERNEL;
+        break;
+    case AMX_FAULT_MEMORY:
+        result[0] = (uint64_t)self->fault_signal, result[1] = (uint64_t)self->fault_info.si_code;
+        result[2] = (uint64_t)self->fault_info.si_addr;
+        break;
+    }
+    return insn.length;
 }
