@@ -28,8 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except PatchError as error:
-        print(f"vllm-mla-patches: {error.args[0]}", file=sys.stderr)
+        print(f"vllm-mla-patches: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    except BrokenPipeError:  # of the report, which comes last: `| head` is no failure
+        sys.stdout = None  # type: ignore[assignment]
+        return EXIT_OK
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -104,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vllm-mla-patches", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--tree", type=Path, help="a source tree or a site-packages folder (default: the installed vLLM)")
-    common.add_argument("--series", metavar="VERSION", help="the vLLM version whose series is meant (default: the tree's)")
+    common.add_argument("--tree", type=Path, help="source tree or site-packages folder (default: the installed vLLM)")
+    common.add_argument("--series", metavar="VERSION", help="vLLM version whose series is meant (default: the tree's)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("status", parents=[common], help="what is applied; changes nothing")

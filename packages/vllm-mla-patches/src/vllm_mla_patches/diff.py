@@ -67,7 +67,7 @@ class FileDiff:
         """
         if blob_id(content) != self.old_id:
             raise DiffError(f"{self.path}: expected content {self.old_id[:12]}, found {blob_id(content)[:12]}")
-        lines = apply_hunks(_split(content or b""), self.hunks, self.path)
+        lines = apply_hunks(split_lines(content or b""), self.hunks, self.path)
         result = None if self.new_id == ABSENT and not lines else b"".join(lines)
         if blob_id(result) != self.new_id:
             raise DiffError(f"{self.path}: expected result {self.new_id[:12]}, made {blob_id(result)[:12]}")
@@ -89,7 +89,8 @@ def apply_hunks(lines: Sequence[bytes], hunks: Sequence[Hunk], path: str = "text
         done = hunk.old_start + len(hunk.old)
         found = tuple(lines[hunk.old_start : done])
         if found != hunk.old:
-            where = next((i for i, pair in enumerate(zip(found, hunk.old)) if pair[0] != pair[1]), len(found))
+            pairs = enumerate(zip(found, hunk.old, strict=False))  # `found` is shorter at the end of the file
+            where = next((i for i, (is_, expected) in pairs if is_ != expected), len(found))
             raise DiffError(f"{path}: line {hunk.old_start + where + 1} is not what the patch expects there")
         if len(result) != hunk.new_start:
             raise DiffError(f"{path}: hunk at line {hunk.old_start + 1} lands on line {len(result) + 1}")
@@ -104,7 +105,7 @@ def parse(text: bytes) -> list[FileDiff]:
     Raises:
         DiffError: the patch is malformed, or uses something that the series must not (see the module's text).
     """
-    lines = _split(text)
+    lines = split_lines(text)
     diffs: list[FileDiff] = []
     at = 0
     while at < len(lines):
@@ -164,7 +165,7 @@ def _parse_hunk(lines: list[bytes], at: int, header: re.Match[bytes], path: str)
     return Hunk(*start, tuple(old), tuple(new)), at
 
 
-def _split(content: bytes) -> list[bytes]:
+def split_lines(content: bytes) -> list[bytes]:
     """Lines with their terminators. Only a line feed ends a line, as in Git: a form feed or a lone CR does not."""
     lines = content.split(b"\n")
     return [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])

@@ -17,7 +17,11 @@ class UnsupportedVersionError(PatchError):
 
 
 class ModifiedTreeError(PatchError):
-    """A file is neither as released nor as any prefix of the series leaves it."""
+    """Files are neither as released nor as any prefix of the series leaves them."""
+
+    def __init__(self, message: str, paths: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.paths = paths
 
 
 class ReadOnlyTreeError(PatchError):

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 from .errors import SeriesError
 from .tree import Tree
@@ -54,14 +53,13 @@ class _Code:
         content = self.tree.read(path)
         scope: ast.AST | None = None if content is None else _parsed(content)
         for name in names:
-            scope = next((node for node in ast.walk(scope) if getattr(node, "name", None) == name), None) if scope else None
+            inside = ast.walk(scope) if scope else ()
+            scope = next((node for node in inside if getattr(node, "name", None) == name), None)
         return list(ast.walk(scope)) if scope else []
 
     def members(self, path: str, enum: str) -> set[str]:
         """Names that are assigned to in a class."""
-        nodes = self.nodes(path, enum)
-        return {target.id for node in nodes if isinstance(node, ast.Assign) for target in node.targets
-                if isinstance(target, ast.Name)}  # fmt: skip
+        return {target.id for target in _targets(self.nodes(path, enum)) if isinstance(target, ast.Name)}
 
     def calls(self, path: str, *names: str) -> set[str]:
         """Dotted names of everything called below a class or function."""
@@ -75,6 +73,11 @@ class _Code:
 @functools.lru_cache(maxsize=32)
 def _parsed(content: bytes) -> ast.AST:
     return ast.parse(content)
+
+
+def _targets(nodes: list[ast.AST]) -> list[ast.expr]:
+    """What plain assignments among the nodes assign to."""
+    return [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
 
 
 def _ends_with(names: set[str], suffix: str) -> bool:
@@ -97,13 +100,11 @@ def cpu_prefill_selected(code: _Code) -> bool:
 def raw_weight_kept(code: _Code) -> bool:
     """A flag that MLAAttention sets on kv_b_proj is read where the CPU packs linear weights."""
     method = code.nodes(_LINEAR, "UnquantizedLinearMethod", "process_weights_after_loading")
-    read = {node.args[1].value for node in method
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3
-            and isinstance(node.args[1], ast.Constant)}  # fmt: skip
-    written = {target.attr for node in code.nodes(_ATTENTION, "MLAAttention", "__init__") if isinstance(node, ast.Assign)
-               for target in node.targets
-               if isinstance(target, ast.Attribute) and "kv_b_proj" in ast.unparse(target.value)}  # fmt: skip
-    return bool(read & written)
+    getattrs = [node for node in method if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr"]
+    read = {node.args[1].value for node in getattrs if isinstance(node.args[1], ast.Constant)}
+    targets = _targets(code.nodes(_ATTENTION, "MLAAttention", "__init__"))
+    flags = [target for target in targets if isinstance(target, ast.Attribute)]
+    return bool(read & {flag.attr for flag in flags if "kv_b_proj" in ast.unparse(flag.value)})
 
 
 @_probe
@@ -111,8 +112,7 @@ def reference_prefill(code: _Code) -> bool:
     """CPU_MLA's prefill computes: in its impl, or in a prefill backend for CPU that returns something."""
     if code.nodes("vllm/v1/attention/backends/mla/cpu_mla.py", "CPUMLAImpl", "forward_mha"):
         return True
-    files: Iterator[Path] = (code.tree.root / _PREFILL).glob("*cpu*.py")
-    paths = [file.relative_to(code.tree.root).as_posix() for file in files]
+    paths = [f"{_PREFILL}/{file.name}" for file in (code.tree.root / _PREFILL).glob("*cpu*.py")]
     return any(isinstance(node, ast.Return) for path in paths for node in code.nodes(path, "run_prefill_new_tokens"))
 
 

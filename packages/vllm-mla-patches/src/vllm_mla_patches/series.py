@@ -59,7 +59,7 @@ class Series:
     @classmethod
     def available(cls, root: Path = PATCHES) -> list[str]:
         """The versions that have a series, oldest first."""
-        return sorted((path.parent.name for path in root.glob("*/series")), key=_version_key)
+        return sorted((path.parent.name for path in root.glob("*/series")), key=version_key)
 
     @classmethod
     def load(cls, version: str, root: Path = PATCHES) -> Series:
@@ -156,5 +156,5 @@ def _check_same(left: str, left_names: Iterable[str], right: str, right_names: I
         raise SeriesError(f"{right} have {', '.join(sorted(only_right))}, which {left} does not list")
 
 
-def _version_key(version: str) -> tuple[int, ...]:
+def version_key(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))

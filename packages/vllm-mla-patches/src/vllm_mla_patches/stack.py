@@ -19,7 +19,7 @@ from . import transaction
 from .diff import blob_id
 from .errors import ModifiedTreeError, UnsupportedVersionError
 from .probes import carries
-from .series import PATCHES, Patch, Series, load_ledger
+from .series import PATCHES, Patch, Series, load_ledger, version_key
 from .transaction import STATE, Change
 from .tree import Tree
 
@@ -38,11 +38,11 @@ class PatchState:
 
 @dataclass(frozen=True)
 class Status:
-    """What there is to say of a tree. `patches` are the tree's own series, or for a release without one the newest older
-    series, probed."""
+    """What there is to say of a tree."""
 
     tree: Tree
-    series: str | None
+    series: str
+    """The tree's own series; for a release that needs none, the newest older one."""
     patches: tuple[PatchState, ...]
     modified: tuple[str, ...] = ()
     """Files that match no stage of the series together, one line each."""
@@ -72,7 +72,7 @@ def status(tree: Tree, *, series: str | None = None, root: Path = PATCHES) -> St
     name = _choose(tree, series, root)
     cut_short = transaction.interrupted(tree.root)
     if name is None:
-        probed = _series_to_probe(tree, root)
+        probed = _series_to_probe(str(tree.version), root)
         states = tuple(
             PatchState(patch, "upstream" if carries(tree, patch.probe) else "lacking") for patch in probed.patches
         )
@@ -82,7 +82,7 @@ def status(tree: Tree, *, series: str | None = None, root: Path = PATCHES) -> St
         applied = _stage(tree, loaded)
     except ModifiedTreeError as error:
         states = tuple(PatchState(patch, "unknown") for patch in loaded.patches)
-        return Status(tree, name, states, tuple(error.args[1]), interrupted=cut_short)
+        return Status(tree, name, states, error.paths, interrupted=cut_short)
     states = tuple(
         PatchState(patch, "applied" if number < applied else "pending") for number, patch in enumerate(loaded.patches)
     )
@@ -155,22 +155,20 @@ def _choose(tree: Tree, series: str | None, root: Path) -> str | None:
         raise UnsupportedVersionError(f"series {series} is not for {tree.root}, which is vLLM {tree.version}")
     if tree.version in available:
         return tree.version
-    if re.match(r"\d+\.\d+(?=\.\d+$)", tree.version) and tree.version.rpartition(".")[0] in load_ledger(root)["unpatched"]:
+    unpatched = load_ledger(root)["unpatched"]
+    minor = re.fullmatch(r"(\d+\.\d+)\.\d+", tree.version)
+    if minor and minor[1] in unpatched:
         return None
     raise UnsupportedVersionError(
         f"vLLM {tree.version} at {tree.root} is not supported: there are series for {', '.join(available)}, "
-        f"and {', '.join(load_ledger(root)['unpatched'])} need none"
+        f"and {', '.join(unpatched)} need none"
     )
 
 
-def _series_to_probe(tree: Tree, root: Path) -> Series:
-    def key(version: str) -> tuple[int, ...]:
-        return tuple(map(int, version.split(".")))
-
-    assert tree.version is not None
-    older = [name for name in Series.available(root) if key(name) < key(tree.version)]
+def _series_to_probe(version: str, root: Path) -> Series:
+    older = [name for name in Series.available(root) if version_key(name) < version_key(version)]
     if not older:
-        raise UnsupportedVersionError(f"there is no series older than vLLM {tree.version}")
+        raise UnsupportedVersionError(f"there is no series older than vLLM {version}")
     return Series.load(older[-1], root)
 
 
@@ -178,14 +176,14 @@ def _stage(tree: Tree, series: Series) -> int:
     """How many patches the tree has.
 
     Raises:
-        ModifiedTreeError: its files match no stage; the second argument lists those that differ from the nearest one.
+        ModifiedTreeError: its files match no stage; it names those that differ from the nearest one.
     """
     found = {path: blob_id(tree.read(path)) for path in series.stages[0]}
     for number, stage in reversed(list(enumerate(series.stages))):
         if stage == found:
             return number
     nearest = min(series.stages, key=lambda stage: sum(stage[path] != found[path] for path in stage))
-    differing = [path for path in sorted(found) if found[path] != nearest[path]]
+    differing = tuple(path for path in sorted(found) if found[path] != nearest[path])
     raise ModifiedTreeError(
         f"{tree.root} is not vLLM {series.version} as released, nor as this series leaves it: "
         f"{', '.join(differing)} differ{'s' * (len(differing) == 1)}; nothing was changed",
