@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # backend_support, in every import mode of pytest
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def test_vllms_kernel_tests_pass_on_our_kernels(tmp_path: Path) -> None:
     source = vllm_test_file()
     assert hashlib.sha256(source.read_bytes()).hexdigest() == SHA256, f"{source} is not the file of the 0.33.0 release"
     shutil.copy(source, tmp_path / source.name)
-    shutil.copy(Path(__file__).parent / "conformance" / "conftest.py", tmp_path / "conftest.py")
+    shutil.copy(Path(__file__).parent / "conformance_conftest.py", tmp_path / "conftest.py")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not impl", source.name],
