@@ -83,7 +83,7 @@ constexpr std::uint32_t kTiles = 8, kRows = 16, kRowBytes = 64, kTmulK = 16, kTm
 // printf into a fixed buffer, piece by piece; counts on past the end as snprintf does.
 class Text {
  public:
-  Text(char* buffer, size_t size) : buffer_(buffer), size_(size) {
+  Text(char* buffer, size_t size) : buffer_(buffer), size_(buffer != nullptr ? size : 0) {
     if (size_ > 0) buffer_[0] = '\0';
   }
 
@@ -484,12 +484,15 @@ using namespace amxk;
 
 extern "C" {
 
-void amxk_detect(const amxk_probes* probes, amxk_cpu_report* report) { detect_with_outcome(or_native(probes), *report); }
+void amxk_detect(const amxk_probes* probes, amxk_cpu_report* report) {
+  if (report != nullptr) detect_with_outcome(or_native(probes), *report);
+}
 
 amxk_code amxk_tier_info(const amxk_cpu_report* report, int tier, amxk_tier_status* status, amxk_error* error) {
   if (tier < 0 || tier >= AMXK_NUM_TIERS) {
     return fail(error, AMXK_INVALID_ARGUMENT, "tier is %d; expected 0 to %d", tier, AMXK_NUM_TIERS - 1);
   }
+  if (status == nullptr) return fail(error, AMXK_INVALID_ARGUMENT, "status is missing (null)");
   const Subject subject(report);
   evaluate(subject.report, tier, subject.emulated, *status);
   return AMXK_OK;
@@ -507,6 +510,7 @@ int amxk_best_tier(const amxk_cpu_report* report) {
 }
 
 amxk_code amxk_resolve_tier(const amxk_probes* probes, const char* name, int emulated, int* tier, amxk_error* error) {
+  if (tier == nullptr) return fail(error, AMXK_INVALID_ARGUMENT, "tier is missing (null)");
   Choice choice;
   const amxk_code code = resolve(or_native(probes), name, emulated != 0, choice, error);
   if (code == AMXK_OK) *tier = choice.tier;

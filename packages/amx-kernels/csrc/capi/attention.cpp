@@ -10,7 +10,9 @@ namespace {
 
 constexpr int64_t kMaxHeads = 4096;
 constexpr int64_t kMaxWidth = 8192;
-constexpr int kMaxThreads = 4096;
+// No real step comes near these; below them sizes and costs cannot overflow.
+constexpr int64_t kMaxRequests = int64_t{1} << 24;
+constexpr int64_t kMaxTokens = int64_t{1} << 40;  // of a step, and keys of a request
 
 // The step's requests, from seq_lens and query_start_loc (or T / num_reqs tokens each), into memory for num_reqs.
 void read_requests(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* query_start_loc, int64_t tokens,
@@ -28,7 +30,8 @@ void read_requests(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* q
               "query_start_loc[%" PRId64 "] is %" PRId64 ", expected between %" PRId64 " (the entry before) and %" PRId64
               " (tokens)",
               i + 1, next, first, tokens);
-    c.require(keys >= 0, "seq_lens[%" PRId64 "] is %" PRId64 ", expected at least 0", i, keys);
+    c.require(keys >= 0 && keys <= kMaxTokens,
+              "seq_lens[%" PRId64 "] is %" PRId64 ", expected between 0 and %" PRId64, i, keys, kMaxTokens);
     c.require(keys == 0 || keys >= next - first,
               "seq_lens[%" PRId64 "] is %" PRId64 ", expected 0 or at least the request's %" PRId64 " new tokens", i,
               keys, next - first);
@@ -41,6 +44,8 @@ void check_lengths(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* q
   c.index_tensor(seq_lens, "seq_lens", 1);
   if (!c.ok()) return;
   const int64_t n = seq_lens->sizes[0];
+  c.require(n <= kMaxRequests, "seq_lens.size(0) is %" PRId64 ", expected at most %" PRId64 " requests", n, kMaxRequests);
+  if (!c.ok()) return;
   if (query_start_loc != nullptr) {
     c.index_tensor(query_start_loc, "query_start_loc", 1);
     if (c.ok()) c.size(query_start_loc, "query_start_loc", 0, n + 1, "requests of seq_lens + 1");
@@ -60,10 +65,12 @@ void check_blocks(Checker& c, const amxk_tensor* table, const Request* requests,
   for (int64_t i = 0; i < table->sizes[0] && c.ok(); ++i) {
     if (requests[i].tokens == 0) continue;
     const int64_t live = ceil_div(requests[i].keys, block_size);
+    int64_t room = 0;  // for the message
+    if (live > columns && __builtin_mul_overflow(columns, block_size, &room)) room = INT64_MAX;
     if (!c.require(live <= columns,
                    "seq_lens[%" PRId64 "] is %" PRId64 ", expected at most %" PRId64
                    " (block_table columns x block size)",
-                   i, requests[i].keys, columns * block_size)) {
+                   i, requests[i].keys, room)) {
       return;
     }
     bool bad = false;
@@ -122,7 +129,8 @@ extern "C" amxk_code amxk_plan_attention(const amxk_tensor* plan, int64_t* plan_
                                          int num_threads, amxk_error* error) {
   Checker c("plan_attention", error);
   c.require(plan_elements != nullptr, "plan_size is missing (null)");
-  c.require(num_tokens >= 0, "num_tokens is %" PRId64 ", expected at least 0", num_tokens);
+  c.require(num_tokens >= 0 && num_tokens <= kMaxTokens, "num_tokens is %" PRId64 ", expected between 0 and %" PRId64,
+            num_tokens, kMaxTokens);
   c.require(num_heads >= 1 && num_heads <= kMaxHeads, "num_heads is %" PRId64 ", expected between 1 and %" PRId64,
             num_heads, kMaxHeads);
   c.require(num_threads >= 1 && num_threads <= kMaxThreads, "num_threads is %d, expected between 1 and %d", num_threads,
@@ -178,7 +186,8 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
   }
   c.size(kv_cache, "kv_cache", 2, latent + rope, "R of q_latent + P of q_pe");
   c.require(block_size >= 1, "kv_cache.size(1) is 0, expected a block size of at least 1");
-  c.require(std::isfinite(scale) && scale > 0, "scale is %g, expected a finite number above 0", scale);
+  const float scale_log2 = static_cast<float>(scale) * kLog2e;
+  c.require(std::isfinite(scale_log2) && scale_log2 > 0, "scale is %g, expected a finite float32 above 0", scale);
   if (c.ok()) check_lengths(c, seq_lens, query_start_loc, tokens);
   if (c.ok()) c.size(block_table, "block_table", 0, seq_lens->sizes[0], "requests of seq_lens");
   if (!c.ok()) return c.code();
@@ -235,7 +244,7 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
   p.latent = static_cast<int32_t>(latent);
   p.rope = static_cast<int32_t>(rope);
   p.heads = static_cast<int32_t>(heads);
-  p.scale_log2 = static_cast<float>(scale) * kLog2e;
+  p.scale_log2 = scale_log2;
   p.plan = plan_view(planned);
   p.parallel = pool;
   if (p.plan.header->num_items == 0) return AMXK_OK;

@@ -90,7 +90,7 @@ extern "C" amxk_code amxk_bmm(const amxk_tensor* out, const amxk_tensor* mat1, c
     c.size(mat2, "mat2", 2, depth, "IN of mat1");
   }
   if (scale != nullptr && c.ok()) {
-    c.require(scale->ndim <= 1, "scale has %d dimensions, expected 0 or 1", static_cast<int>(scale->ndim));
+    c.require(scale->ndim == 0 || scale->ndim == 1, "scale has %d dimensions, expected 0 or 1", static_cast<int>(scale->ndim));
     if (c.ok() && c.tensor(scale, "scale", AMXK_F32, scale->ndim) && scale->ndim == 1) {
       c.require(scale->sizes[0] == 1 || scale->sizes[0] == batch,
                 "scale.size(0) is %" PRId64 ", expected 1 or %" PRId64 " (N)", scale->sizes[0], batch);

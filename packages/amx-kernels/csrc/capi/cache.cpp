@@ -20,6 +20,7 @@ extern "C" amxk_code amxk_concat_and_cache_mla(const amxk_tensor* kv_c, const am
   const int64_t tokens = slot_mapping->sizes[0], latent = kv_c->sizes[1], rope = k_pe->sizes[pe_dims - 1];
   c.size(kv_cache, "kv_cache", 2, latent + rope, "R of kv_c + P of k_pe");
   c.size(k_pe, "k_pe", 0, kv_c->sizes[0], "tokens of kv_c");
+  c.require(latent >= 1, "kv_c.size(1) is 0, expected at least 1");
   c.require(kv_cache->sizes[1] >= 1, "kv_cache.size(1) is 0, expected a block size of at least 1");
   c.require(tokens <= kv_c->sizes[0],
             "slot_mapping has %" PRId64 " entries, expected at most %" PRId64 " (tokens of kv_c)", tokens,

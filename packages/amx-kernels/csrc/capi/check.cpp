@@ -27,9 +27,11 @@ bool Checker::layout(const amxk_tensor* t, const char* name, int ndim) {
     if (!ok()) return false;
     elements = size == 0 || elements == 0 ? 0 : 1;
     int64_t reach = 0;
-    const bool overflow = size > 1 && (stride == INT64_MIN ||
-                                       __builtin_mul_overflow(size - 1, stride < 0 ? -stride : stride, &reach) ||
-                                       __builtin_add_overflow(extent, reach, &extent) || extent > kMaxExtent / bytes);
+    // A stride of 0 makes any size fit; sizes are bounded by themselves, so that they can be multiplied later.
+    const bool overflow = size > kMaxExtent / bytes ||
+                          (size > 1 && (stride == INT64_MIN ||
+                                        __builtin_mul_overflow(size - 1, stride < 0 ? -stride : stride, &reach) ||
+                                        __builtin_add_overflow(extent, reach, &extent) || extent > kMaxExtent / bytes));
     require(!overflow, "%s does not fit an address space: size(%d) is %" PRId64 ", stride(%d) is %" PRId64, name, d, size,
             d, stride);
   }

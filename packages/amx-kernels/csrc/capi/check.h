@@ -51,11 +51,13 @@ AMXK_INLINE int64_t index_at(const amxk_tensor* t, int64_t i) {
                               : static_cast<const int32_t*>(t->data)[i * t->strides[0]];
 }
 
-// The caller's threads, or serial; a thread count below one counts as one.
+constexpr int32_t kMaxThreads = 4096;
+
+// The caller's threads, or serial; a thread count outside 1 .. kMaxThreads counts as the nearest of these.
 AMXK_INLINE amxk_parallel usable(const amxk_parallel* parallel) {
   if (parallel == nullptr || parallel->run == nullptr) return {1, nullptr, nullptr};
   amxk_parallel p = *parallel;
-  p.num_threads = max<int32_t>(1, p.num_threads);
+  p.num_threads = min(kMaxThreads, max<int32_t>(1, p.num_threads));
   return p;
 }
 

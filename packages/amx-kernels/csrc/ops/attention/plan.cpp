@@ -47,7 +47,7 @@ void plan_build(int64_t* memory, const Request* requests, int64_t num_requests, 
 
   Request* request = reinterpret_cast<Request*>(memory + kHeaderWords);
   Unit* unit = reinterpret_cast<Unit*>(memory + kHeaderWords + num_requests * kRequestWords);
-  int64_t total_cost = 0;
+  double total_cost = 0;
   const int64_t step = tokens_per_unit(num_heads);
   for (int64_t i = 0; i < num_requests; ++i) {
     const Request& r = request[i] = requests[i];
@@ -62,21 +62,21 @@ void plan_build(int64_t* memory, const Request* requests, int64_t num_requests, 
       u.slot = u.straddle = -1;
       h.num_items += unit_splits(u);
       h.max_rows = max(h.max_rows, u.tokens * num_heads);
-      for (int64_t s = 0; s < unit_splits(u); ++s) total_cost += item_cost(u, s, num_heads);
+      for (int64_t s = 0; s < unit_splits(u); ++s) total_cost += static_cast<double>(item_cost(u, s, num_heads));
     }
   }
 
   // An item goes to the thread in whose share of the total cost its middle lies.
   int64_t* bounds = reinterpret_cast<int64_t*>(unit + h.num_units);
-  int64_t cost = 0;
+  double cost = 0;
   int thread = 0;
   bounds[0] = 0;
   for (int64_t i = 0; i < h.num_units; ++i) {
     Unit& u = unit[i];
     int first_thread = 0;
     for (int64_t s = 0; s < unit_splits(u); ++s) {
-      const int64_t c = item_cost(u, s, num_heads);
-      const double middle = (static_cast<double>(cost) + 0.5 * static_cast<double>(c)) / static_cast<double>(total_cost);
+      const double c = static_cast<double>(item_cost(u, s, num_heads));
+      const double middle = (cost + 0.5 * c) / total_cost;
       const int owner = min(num_threads - 1, static_cast<int>(middle * num_threads));
       while (thread < owner) bounds[++thread] = u.first_item + s;
       if (s == 0) first_thread = thread;
