@@ -33,6 +33,12 @@ from vllm_mla_patches.transaction import STATE
 NAMES = list(PATCHES)
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test here cuts the power, and on a busy disk the calls would be most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
 def states(world: World) -> list[str]:
     return [patch.state for patch in status(world.tree, root=world.patches).patches]
 
