@@ -515,7 +515,7 @@ def _decode_table() -> tuple[AttentionCase, ...]:
     ]
     # Several new tokens each: speculative decoding.
     table += [
-        AttentionCase(heads, (n, n + 1, 257, 2), query_lens=(q,) * 4, block_size=32, label="spec")
+        AttentionCase(heads, (n, n + 1, 257, q), query_lens=(q,) * 4, block_size=32, label="spec")
         for heads in (2, 16)
         for q, n in ((2, 16), (4, 31))
     ]
@@ -557,8 +557,8 @@ def _extend_table() -> tuple[AttentionCase, ...]:
         for layout in LAYOUTS
         for poison in ("nan", "inf")
     ]
-    # More new tokens than keys: the first ones see nothing.
-    table += [AttentionCase(16, (3, 20), query_lens=(5, 20), fused_q=False, label="blind", out_padding=8)]
+    # New tokens of a request without keys, as a padded batch has them: they see nothing.
+    table += [AttentionCase(16, (0, 20), query_lens=(5, 20), fused_q=False, label="blind", out_padding=8)]
     table += [
         AttentionCase(16, (300,), query_lens=(64,), block_size=32, sharpness=sharpness, label=f"sharp{sharpness:g}")
         for sharpness in (0.01, 16.0)
