@@ -2,8 +2,8 @@
 """The C API through ctypes: every entry point, a call of it that is right, and the ways in which it can be made wrong.
 
 ``CALLS`` has one row per function of the two public headers (a test compares it with them). A row builds right
-arguments; ``mutations()`` yields them with one of them spoiled: null, negative, huge, misaligned, of another type. What a
-library cannot notice is left out: addresses and sizes that lie about memory the caller really has.
+arguments; ``mutations()`` yields them with one of them spoiled: null, negative, huge, misaligned, of another type. What
+a library cannot notice is left out: addresses and sizes that lie about memory the caller really has.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+
 from amx_kernels import isa
 
 OK, INVALID, UNSUPPORTED, INTERNAL = range(4)
@@ -132,9 +133,7 @@ def _bits(*shape: int) -> np.ndarray:
 
 
 def packed_sizes_case() -> Case:
-    return Case(
-        "amxk_packed_sizes", {"weight": tensor(_bits(2, 20, 40)), "sizes": (c_int64 * 4)(), "error": Error()}
-    )
+    return Case("amxk_packed_sizes", {"weight": tensor(_bits(2, 20, 40)), "sizes": (c_int64 * 4)(), "error": Error()})
 
 
 def pack_case() -> Case:
