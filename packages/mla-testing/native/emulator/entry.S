@@ -178,22 +178,24 @@ amx_copy_fault:
     .size amx_copy, .-amx_copy
 
 // int amx_probe(void): 1 when TILEZERO runs natively, 0 when it raises SIGILL (the handler then moves on to
-// amx_probe_trapped). Leaves no tile configuration behind.
+// amx_probe_trapped). The thread's configuration comes back, and with it the emulator's mark on it; a native process
+// loses what its tiles held, which nobody keeps across calls.
     .globl amx_probe, amx_probe_site, amx_probe_trapped
     .hidden amx_probe, amx_probe_site, amx_probe_trapped
     .type amx_probe, @function
     .balign 16
 amx_probe:
+    lea -72(%rsp), %rcx
+    .byte 0xc4, 0xe2, 0x79, 0x49, 0x01  // sttilecfg (%rcx), in the red zone
     lea probe_config(%rip), %rax
     .byte 0xc4, 0xe2, 0x78, 0x49, 0x00  // ldtilecfg (%rax)
+    mov $1, %eax
 amx_probe_site:
     .byte 0xc4, 0xe2, 0x7b, 0x49, 0xc0  // tilezero %tmm0
-    .byte 0xc4, 0xe2, 0x78, 0x49, 0xc0  // tilerelease
-    mov $1, %eax
-    ret
+    jmp 1f
 amx_probe_trapped:
-    .byte 0xc4, 0xe2, 0x78, 0x49, 0xc0  // tilerelease
     xor %eax, %eax
+1:  .byte 0xc4, 0xe2, 0x78, 0x49, 0x01  // ldtilecfg (%rcx); palette 0 releases
     ret
     .size amx_probe, .-amx_probe
 

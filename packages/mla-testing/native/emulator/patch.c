@@ -92,36 +92,46 @@ static int reachable(const uint8_t *a, const uint8_t *b) {
     return distance > -0x7ff00000 && distance < 0x7ff00000;
 }
 
-// A free place for a chunk near `site`, from /proc/self/maps; away from the top of the gaps it uses, where the heap of
-// the program below or the mappings to come would want to grow, and never below the stack.
-static uint8_t *free_place(const uint8_t *site) {
+// What /proc/self/maps says about a site.
+struct surroundings {
+    int shared;      // with other processes, to whom the stub would mean nothing
+    uint8_t *place;  // where a chunk fits, or 0
+};
+
+// A chunk is put into the gap with the point nearest to the site; away from the gap's ends, where the heap of the
+// program below or mappings to come want to grow, and never below the stack.
+static int survey(const uint8_t *site, struct surroundings *found) {
     enum { MARGIN = 1 << 20 };
     const int maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
     if (maps < 0) return 0;
     char buffer[4096];
     ssize_t have;
     uintptr_t number = 0, start = 0, previous_end = 1 << 16, best = 0;
+    const uintptr_t want = (uintptr_t)site & -4096;
     uint64_t best_distance = ~0ull;
     enum { START, END, REST } field = START;
-    int stack = 0;
+    int stack = 0, permission = 0, known = 0;
+    found->shared = 0;
     while ((have = read(maps, buffer, sizeof buffer)) > 0) {
         for (ssize_t i = 0; i < have; ++i) {
             const char c = buffer[i];
             if (field == REST) {
+                if (++permission == 4 && start <= (uintptr_t)site && (uintptr_t)site < number) {
+                    known = 1;
+                    found->shared = c == 's';
+                }
                 if (c == '[') stack = 1;
                 if (stack > 0 && stack < 6) stack = c == "[stack"[stack - 1] ? stack + 1 : 0;
                 if (c != '\n') continue;
                 if (stack < 6 && start > previous_end + 2 * MARGIN + CHUNK) {
-                    // The gap's usable part, then its point nearest to the site.
                     const uintptr_t low = (previous_end + MARGIN + 4095) & -4096, high = start - MARGIN - CHUNK;
-                    const uintptr_t want = (uintptr_t)site & -4096;
                     const uintptr_t place = want < low ? low : want > high ? high : want;
                     const uint64_t distance = place > want ? place - want : want - place;
                     if (distance < best_distance) best = place, best_distance = distance;
                 }
                 previous_end = number;
                 number = 0;
-                stack = 0;
+                stack = permission = 0;
                 field = START;
             } else if (c == '-') {
                 start = number;
@@ -130,15 +140,18 @@ static uint8_t *free_place(const uint8_t *site) {
             } else if (c == ' ') {
                 field = REST;
             } else {
-                number = number << 4 | (c <= '9' ? c - '0' : c - 'a' + 10);
+                number = number << 4 | (uintptr_t)(c <= '9' ? c - '0' : c - 'a' + 10);
             }
         }
     }
     close(maps);
-    return best && reachable((uint8_t *)best, site) ? (uint8_t *)best : 0;
+    found->place = best && reachable((uint8_t *)best, site) ? (uint8_t *)best : 0;
+    return known;
 }
 
 static uint8_t *new_stub(const uint8_t *site) {
+    struct surroundings around;
+    if (!survey(site, &around) || around.shared) return 0;
     for (uint32_t i = 0; i < chunk_count; ++i)
         if (chunks[i].used + STUB_SIZE <= CHUNK && reachable(chunks[i].start, site)) {
             chunks[i].used += STUB_SIZE;
@@ -146,12 +159,12 @@ static uint8_t *new_stub(const uint8_t *site) {
         }
     if (chunk_count == CHUNKS) return 0;
     for (int attempt = 0; attempt < 8; ++attempt) {
-        uint8_t *place = free_place(site);
+        uint8_t *place = around.place;
         if (!place) return 0;
         void *got = mmap(place, CHUNK, PROT_READ | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
-        if (got == MAP_FAILED) continue;  // another thread was faster
-        if (got != place) {
-            munmap(got, CHUNK);
+        if (got != place) {  // another thread was faster, or an old kernel took the place for a hint
+            if (got != MAP_FAILED) munmap(got, CHUNK);
+            if (!survey(site, &around)) return 0;
             continue;
         }
         chunks[chunk_count] = (struct chunk){place, STUB_SIZE};

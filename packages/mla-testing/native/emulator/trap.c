@@ -375,24 +375,34 @@ static int amx_unit_enabled(void) {
 
 static pthread_mutex_t interface = PTHREAD_MUTEX_INITIALIZER;
 
+static int handler_in_place(void) {
+    struct sigaction now;
+    amx_sigaction(SIGILL, 0, &now);
+    return now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_sigill;
+}
+
+static struct sigaction around_probe;
+
 static void on_probe(int sig, siginfo_t *info, void *context) {
     ucontext_t *uc = context;
     if (uc->uc_mcontext.gregs[REG_RIP] == (greg_t)amx_probe_site)
         uc->uc_mcontext.gregs[REG_RIP] = (greg_t)amx_probe_trapped;
+    else if (around_probe.sa_flags & SA_SIGINFO)
+        around_probe.sa_sigaction(sig, info, context);
     else
-        chain(sig, info, uc);
+        amx_sigaction(SIGILL, &around_probe, 0);  // the instruction traps again, into that
 }
 
 static int mode_now(void) {
     if (!amx_unit_enabled()) return MLA_AMX_EMULATED;
     // The instruction itself tells, whatever kernel or sandbox is underneath.
-    if (installed) return amx_probe() ? MLA_AMX_NATIVE : MLA_AMX_EMULATED_ON_AMX;
+    if (handler_in_place()) return amx_probe() ? MLA_AMX_NATIVE : MLA_AMX_EMULATED_ON_AMX;
     struct sigaction probe = {.sa_flags = SA_SIGINFO | SA_ONSTACK};
     probe.sa_sigaction = on_probe;
     sigfillset(&probe.sa_mask);
-    amx_sigaction(SIGILL, &probe, &former[0]);
+    amx_sigaction(SIGILL, &probe, &around_probe);
     const int native = amx_probe();
-    amx_sigaction(SIGILL, &former[0], 0);
+    amx_sigaction(SIGILL, &around_probe, 0);
     return native ? MLA_AMX_NATIVE : MLA_AMX_EMULATED_ON_AMX;
 }
 
@@ -442,9 +452,7 @@ void mla_amx_uninstall(void) {
 
 int mla_amx_installed(void) {
     if (!installed) return 0;
-    struct sigaction now;
-    amx_sigaction(SIGILL, 0, &now);
-    return now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_sigill ? 1 : -1;
+    return handler_in_place() ? 1 : -1;
 }
 
 static const char *const names[AMX_COUNTERS] = {

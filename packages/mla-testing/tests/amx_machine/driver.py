@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a random AMX program and prints what came of every instruction, one JSON line each.
 
-    driver.py <machine.so> <native|trap|step> <seed> <sections> [order]
+    driver.py <machine.so> <native|trap|step> <seed> <sections> [ordinary|bits]
 
-``native``: on the AMX unit, after asking the kernel for it. ``trap``: the emulator as programs meet it, three rounds, so
-that instructions are met trapping, freshly patched and in their stubs. ``step``: the emulator's execution alone, which
-also covers what an AMX host runs itself. The three must print the same.
+``native``: on the AMX unit, after asking the kernel for it. ``trap``: the emulator as programs meet it, three rounds,
+so that instructions are met trapping, freshly patched and in their stubs. ``step``: the emulator's execution alone,
+which also covers what an AMX host runs itself. The three must print the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -93,7 +94,7 @@ class Event(ctypes.Structure):
 
 
 def vector_level() -> int:
-    flags = open("/proc/cpuinfo").read().split()
+    flags = Path("/proc/cpuinfo").read_text().split()
     return 2 if "avx512bw" in flags else 1 if "avx" in flags else 0
 
 
@@ -143,7 +144,9 @@ class Machine:
         ctypes.memmove(s.red, self.rng.randbytes(128), 128)
         return s
 
-    def add(self, what: str, code: bytes, state: State | None = None, result: Callable[[], object] | None = None) -> None:
+    def add(
+        self, what: str, code: bytes, state: State | None = None, result: Callable[[], object] | None = None
+    ) -> None:
         """An instruction of the program; ``result`` reads what it should have written."""
         at = self.emit(code)
         before = state or self.random_state()
@@ -263,7 +266,7 @@ def fill(machine: Machine, kind: str) -> None:
     machine.bytes[:] = data
 
 
-def build(machine: Machine, sections: int, values: str) -> None:
+def build(machine: Machine, sections: int) -> None:
     rng = machine.rng
     dump_at, config_at, stored_at = 0x8000, 0x9000, 0xA000
 
@@ -386,7 +389,7 @@ def build(machine: Machine, sections: int, values: str) -> None:
         store_config()
 
 
-def main(path: str, mode: str, seed: str, sections: str, values: str = "ordinary", order: str = "manual") -> None:
+def main(path: str, mode: str, seed: str, sections: str, values: str = "ordinary") -> None:
     library = ctypes.CDLL(path)
     library.machine_handlers()
     if mode == "native":
@@ -395,12 +398,12 @@ def main(path: str, mode: str, seed: str, sections: str, values: str = "ordinary
     else:
         from mla_testing import amx_emulator
 
-        amx_emulator.install(order=order)
+        amx_emulator.install()
         emulator().mla_amx_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     machine = Machine(library, mode, random.Random(int(seed)))
     fill(machine, values)
     pristine = machine.bytes.copy()
-    build(machine, int(sections), values)
+    build(machine, int(sections))
     for round_ in range(3 if mode == "trap" else 1):
         machine.bytes[:] = pristine
         for step in machine.steps:
