@@ -377,7 +377,7 @@ def build(machine: Machine, sections: int) -> None:
                     "vvvv of TILERELEASE": encode(0x49, "", 0, 0, 1),
                     "rm of TILEZERO": encode(0x49, "f2", 0, 1),
                     "register 8 of TILEZERO": encode(0x49, "f2", 8, 0),
-                    "B of TILEZERO": encode(0x49, "f2", 0, 8),
+                    "B of TILEZERO is fine": encode(0x49, "f2", 0, 8),
                     "load from a register": encode(0x4B, "f2", 0, 0),
                     "vvvv of TILELOADD": encode(0x4B, "f2", 0, machine.memory(0, 64, state), 1),
                     "register 8 of TILELOADD": encode(0x4B, "f2", 8, machine.memory(0, 64, state)),
