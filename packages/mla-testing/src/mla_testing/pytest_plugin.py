@@ -143,7 +143,7 @@ def _tier_of(item: pytest.Item) -> str | None:
     return tier if tier in TIERS else None
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     if (tier := _tier_of(item)) is not None:
         item.user_properties.append((_PROPERTY, {"tier": tier}))
 
