@@ -39,6 +39,18 @@ class World:
 
     tree: Tree
     patches: Path
+    version: str = VERSION
+    names: tuple[str, ...] = tuple(PATCHES)
+    entry: str = ENTRY
+    """What the ledger says of each patch."""
+
+    @staticmethod
+    def after(count: int) -> dict[str, str]:
+        """Contents of the package's source files once `count` patches are applied."""
+        result = dict(FILES)
+        for changes in list(PATCHES.values())[:count]:
+            result.update(changes)
+        return result
 
     def snapshot(self) -> dict[str, tuple[bytes, int, int]]:
         files = (path for path in self.tree.root.rglob("*") if path.is_file())
@@ -58,13 +70,6 @@ class World:
             for path, (content, _, _) in self.snapshot().items()
             if path.startswith("vllm/") and path.endswith(".py")
         }
-
-
-def content_after(count: int) -> dict[str, str]:
-    result = dict(FILES)
-    for changes in list(PATCHES.values())[:count]:
-        result.update(changes)
-    return result
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,16 @@ import re
 from collections.abc import Callable
 from email import message_from_bytes, policy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from conftest import ENTRY, VERSION, World
 
 from vllm_mla_patches import Patch, PatchError, Series, SeriesError, export, load_ledger
 from vllm_mla_patches.probes import _PROBES
 from vllm_mla_patches.series import PATCHES
+
+if TYPE_CHECKING:
+    from conftest import World
 
 SHIPPED = Series.available()
 PATCHES_SHIPPED = [(version, patch) for version in SHIPPED for patch in Series.load(version).patches]
@@ -61,44 +64,50 @@ def test_added_lines_are_clean(version: str, patch: Patch) -> None:
                 )
 
 
-def write(path: str, text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / path).write_text(text) and None
+def write(path: str, text: str) -> Callable[[World], None]:
+    return lambda world: (world.patches / path.format(world=world)).write_text(text) and None
 
 
-def edit(path: str, old: str, new: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        text = (folder / path).read_text()
-        assert old in text
-        (folder / path).write_text(text.replace(old, new))
+def edit(path: str, old: str, new: str) -> Callable[[World], None]:
+    def change(world: World) -> None:
+        file = world.patches / path
+        text = file.read_text()
+        assert old.format(world=world) in text
+        file.write_text(text.replace(old.format(world=world), new.format(world=world)))
 
     return change
 
 
-SERIES = f"{VERSION}/series"
 DISAGREEMENTS = {
-    "file-gone": (lambda folder: (folder / VERSION / "second.patch").unlink(), "series lists second.patch, which the"),
-    "file-unlisted": (write(f"{VERSION}/x.patch", ""), "have x.patch, which .*series does not list"),
-    "listed-twice": (write(SERIES, "first.patch\nfirst.patch\n"), "lists a patch twice"),
-    "order": (write(SERIES, "second.patch\nfirst.patch\nthird.patch\n"), "does not continue the patch before"),
-    "ledger-lacks": (edit("ledger.toml", f"third = {ENTRY}\n", ""), "series lists third, which ledger"),
+    "file-gone": (
+        lambda world: (world.patches / world.version / "second.patch").unlink(),
+        "lists second.patch, which the",
+    ),
+    "file-unlisted": (write("{world.version}/x.patch", ""), "have x.patch, which .*series does not list"),
+    "listed-twice": (write("{world.version}/series", "first.patch\nfirst.patch\n"), "lists a patch twice"),
+    "order": (
+        write("{world.version}/series", "second.patch\nfirst.patch\nthird.patch\n"),
+        "does not continue the patch",
+    ),
+    "ledger-lacks": (edit("ledger.toml", "third = {world.entry}\n", ""), "series lists third, which ledger"),
     "ledger-names-other": (edit("ledger.toml", "third", "fourth"), "series lists third, which ledger"),
-    "ledger-has-more": (edit("ledger.toml", "third =", f"x = {ENTRY}\nthird ="), "ledger.toml have x, which"),
+    "ledger-has-more": (edit("ledger.toml", "third =", "x = {world.entry}\nthird ="), r"ledger\.toml have x, which"),
     "ledger-key": (edit("ledger.toml", 'why = "w", ', ""), "lacks or misspells why"),
-    "no-change": (write(f"{VERSION}/second.patch", "Subject: nothing\n"), "second.patch changes no file"),
+    "no-change": (write("{world.version}/second.patch", "Subject: nothing\n"), "second.patch changes no file"),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
-def test_any_disagreement_is_refused(world: World, change: Callable[[Path], None], message: str) -> None:
-    change(world.patches)
+def test_any_disagreement_is_refused(world: World, change: Callable[[World], None], message: str) -> None:
+    change(world)
     load_ledger.cache_clear()
     with pytest.raises(SeriesError, match=message):
-        _ = Series.load(VERSION, world.patches).stages
+        _ = Series.load(world.version, world.patches).stages
 
 
 def test_export_writes_what_git_am_takes(world: World, tmp_path: Path) -> None:
-    files = export(VERSION, tmp_path / "out", world.patches)
+    files = export(world.version, tmp_path / "out", world.patches)
     assert [file.name for file in files] == ["first.patch", "second.patch", "third.patch"]
     assert (tmp_path / "out" / "series").read_text().split() == [file.name for file in files]
     with pytest.raises(PatchError, match="is not empty"):
-        export(VERSION, tmp_path / "out", world.patches)
+        export(world.version, tmp_path / "out", world.patches)

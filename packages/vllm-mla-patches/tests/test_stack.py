@@ -10,10 +10,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import FILES, PATCHES, VERSION, World, content_after
 
 from vllm_mla_patches import (
     BusyTreeError,
@@ -30,7 +29,8 @@ from vllm_mla_patches import (
 )
 from vllm_mla_patches.transaction import STATE
 
-NAMES = list(PATCHES)
+if TYPE_CHECKING:
+    from conftest import World
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +46,10 @@ def states(world: World) -> list[str]:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_apply_up_to_a_patch_and_revert_to_the_very_same_files(world: World, count: int) -> None:
     before = world.snapshot()
-    found = apply(world.tree, through=NAMES[count - 1], root=world.patches)
+    found = apply(world.tree, through=world.names[count - 1], root=world.patches)
     assert found.applied == count
     assert states(world) == ["applied"] * count + ["pending"] * (3 - count)
-    assert world.contents() == content_after(count)
+    assert world.contents() == world.after(count)
     revert(world.tree, root=world.patches)
     assert world.snapshot() == before, "content, times or permissions differ, or something was left behind"
 
@@ -57,11 +57,11 @@ def test_apply_up_to_a_patch_and_revert_to_the_very_same_files(world: World, cou
 def test_a_series_can_be_climbed_and_descended_step_by_step(world: World) -> None:
     before = world.snapshot()
     for count in (1, 2, 3):
-        apply(world.tree, through=NAMES[count - 1], root=world.patches)
-        assert world.contents() == content_after(count)
+        apply(world.tree, through=world.names[count - 1], root=world.patches)
+        assert world.contents() == world.after(count)
     for count in (2, 1, 0):
-        revert(world.tree, through=NAMES[count], root=world.patches)
-        assert world.contents() == content_after(count)
+        revert(world.tree, through=world.names[count], root=world.patches)
+        assert world.contents() == world.after(count)
     assert world.snapshot() == before
 
 
@@ -114,21 +114,21 @@ def test_bytecode_made_while_patched_goes_with_a_new_file(world: World) -> None:
 def test_a_hard_linked_copy_of_a_file_is_not_touched(world: World, tmp_path: Path) -> None:
     os.link(world.tree.root / "vllm/a.py", tmp_path / "cached-a.py")
     apply(world.tree, root=world.patches)
-    assert (tmp_path / "cached-a.py").read_text() == FILES["vllm/a.py"]
+    assert (tmp_path / "cached-a.py").read_text() == world.after(0)["vllm/a.py"]
 
 
 def test_reverting_works_without_the_kept_copies(world: World) -> None:
     apply(world.tree, root=world.patches)
     subprocess.run(["rm", "-r", str(world.tree.root / STATE)], check=True)
     revert(world.tree, root=world.patches)
-    assert world.contents() == FILES
+    assert world.contents() == world.after(0)
 
 
 @pytest.mark.parametrize("applied", [0, 2])
 @pytest.mark.parametrize("action", [apply, revert])
 def test_a_modified_tree_is_refused_and_left_alone(world: World, action: Callable[..., Any], applied: int) -> None:
     if applied:
-        apply(world.tree, through=NAMES[applied - 1], root=world.patches)
+        apply(world.tree, through=world.names[applied - 1], root=world.patches)
     file = world.tree.root / "vllm/a.py"
     file.write_text(file.read_text() + "\n")
     before = world.snapshot()
@@ -150,7 +150,7 @@ def test_versions(world: World) -> None:
     def at(version: str | None) -> Tree:
         return Tree(world.tree.root, version)
 
-    assert world.tree.version == VERSION
+    assert world.tree.version == world.version
     with pytest.raises(
         UnsupportedVersionError, match=r"vLLM 9\.8\.6 .* is not supported: there are series for 9\.8\.7"
     ):
@@ -158,15 +158,17 @@ def test_versions(world: World) -> None:
     with pytest.raises(UnsupportedVersionError, match=r"vLLM 9\.9\.1\.dev3 .* is not supported"):
         apply(at("9.9.1.dev3"), root=world.patches)
     with pytest.raises(UnsupportedVersionError, match=r"series 9\.8\.7 is not for .*, which is vLLM 9\.9\.0"):
-        apply(at("9.9.0"), series=VERSION, root=world.patches)
+        apply(at("9.9.0"), series=world.version, root=world.patches)
     with pytest.raises(UnsupportedVersionError, match=r"no patch series for vLLM 1\.0\.0 \(available: 9\.8\.7\)"):
         apply(world.tree, series="1.0.0", root=world.patches)
     with pytest.raises(UnsupportedVersionError, match=r"does not say its version: name the series \(one of 9\.8\.7\)"):
         apply(at(None), root=world.patches)
     with pytest.raises(SeriesError, match="no patch 'fourth' \\(it has: first, second, third\\)"):
         apply(world.tree, through="fourth", root=world.patches)
-    assert world.contents() == FILES
-    assert apply(at(None), series=VERSION, root=world.patches).applied == 3  # the files' contents say what they are
+    assert world.contents() == world.after(0)
+    assert (
+        apply(at(None), series=world.version, root=world.patches).applied == 3
+    )  # the files' contents say what they are
 
 
 def test_a_release_that_needs_no_patches_is_probed_and_left_alone(world: World) -> None:
@@ -174,7 +176,7 @@ def test_a_release_that_needs_no_patches_is_probed_and_left_alone(world: World) 
     tree = Tree(world.tree.root, "9.9.4")
     for action in (apply, revert, status):
         found = action(tree, root=world.patches)
-        assert found.unpatched and found.series == VERSION
+        assert found.unpatched and found.series == world.version
         assert [patch.state for patch in found.patches] == ["lacking"] * 3
     assert world.snapshot() == before
 
@@ -218,7 +220,7 @@ def test_another_process_at_work_is_waited_for_by_the_user(world: World) -> None
             apply(world.tree, root=world.patches)
     finally:
         os.close(handle)
-    assert world.contents() == FILES
+    assert world.contents() == world.after(0)
 
 
 def test_a_tree_without_write_permission_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +318,7 @@ def test_an_exception_at_any_step_leaves_the_tree_as_before(
         assert not status(world.tree, root=world.patches).interrupted
         after = world.snapshot()
         # Past the commit there is nothing to undo: the action is done, all of it.
-        done = content_after(3 if action == "apply" else 0)
+        done = world.after(3 if action == "apply" else 0)
         assert after == before or world.contents() == done, f"half applied after an interruption at step {at}"
     pytest.fail("the action never ends")
 
@@ -344,7 +346,7 @@ def test_a_kill_at_any_step_is_undone_by_the_next_command(
         if not found.interrupted:
             assert found.modified == (), f"half applied after a kill at step {at}, and no journal"
         commands[then](world.tree, root=world.patches)
-        assert world.contents() == content_after(3 if then == "apply" else 0)
+        assert world.contents() == world.after(3 if then == "apply" else 0)
         revert(world.tree, root=world.patches)
         assert world.snapshot() == released
         if ended == 0:
