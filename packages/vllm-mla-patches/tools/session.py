@@ -299,10 +299,10 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(DeepseekV2Config(
     vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    first_k_dense_replace=2, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=64,
-    max_position_embeddings=256, rope_parameters={rope!r}, tie_word_embeddings=False, topk_method="greedy", n_group=1,
-    topk_group=1, attention_bias=False, head_dim=64))
+    num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, first_k_dense_replace=2, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+    moe_intermediate_size=64, max_position_embeddings=256, rope_parameters={rope!r}, tie_word_embeddings=False,
+    topk_method="greedy", n_group=1, topk_group=1, attention_bias=False, head_dim=64))
 for parameter in model.parameters():
     if parameter.dim() > 1:
         torch.nn.init.normal_(parameter, std=0.15)
