@@ -64,7 +64,8 @@ def test_fewer_than_five_valid_rounds_is_a_failed_run() -> None:
 
 def test_a_disturbed_machine_ends_after_max_rounds_and_fails() -> None:
     clock = Clock()
-    disturbed = calibration(0.001, 0.010)  # one good sample first: the best
+    disturbed = calibration(0.001, 0.010)
+    disturbed.warm_up(1, times=1)  # the one good sample: the best
     found = measure([Contender("ours", clock.call(0.01))], threads=1, calibration=disturbed, max_rounds=9, clock=clock)
     assert found.rounds == {"valid": 0, "discarded": 9}
     assert found.failed
@@ -74,9 +75,21 @@ def test_a_disturbance_in_the_middle_of_a_round_is_seen() -> None:
     clock = Clock()
     # Each round calibrates once before and once after every contender: 3 per round.
     seen = calibration(1.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0)
-    contenders = [Contender("a", clock.call(0.01)), Contender("b", clock.call(0.01))]
+    contenders = [Contender("a", clock.call(0.01)), Contender("b", clock.call(0.02))]
     found = measure(contenders, threads=1, calibration=seen, rounds=5, clock=clock)
     assert found.valid == [True, False, True, True, True, True]
+    # The second round began with b and ended there.
+    assert found.samples["a"][1] is None
+    assert found.samples["b"][1] == pytest.approx(20.0)
+    assert found.of("a") == pytest.approx([10.0] * 5)
+
+
+def test_a_round_waits_for_the_disturbance_to_pass() -> None:
+    clock = Clock()
+    seen = calibration(1.0, *[3.0] * 40, 1.0)
+    seen.warm_up(1, times=1)
+    found = measure([Contender("a", clock.call(0.01))], threads=1, calibration=seen, rounds=5, clock=clock)
+    assert found.rounds == {"valid": 5, "discarded": 0}
 
 
 def test_short_calls_are_repeated_within_a_sample() -> None:

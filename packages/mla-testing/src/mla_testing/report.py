@@ -7,7 +7,8 @@
     stats   = {median, min, p90, samples}, milliseconds per call
 
 ``speedup`` is peer / ours of the medians, ``speedup_min`` of the minima, both over the same valid rounds. A result
-without enough valid rounds has ``failed`` with the reason and no derived figures. ``limit_fraction`` is limit_ms /
+without enough valid rounds has ``failed`` with the reason and no derived figures (``disturbed_min_ms`` shows the minima
+of all its rounds). ``limit_fraction`` is limit_ms /
 median. Figures are 10^9 FLOP/s and 10^9 bytes/s.
 """
 
@@ -84,6 +85,10 @@ def result(
         "params": dict(params),
         "ms": ms,
         "rounds": measurement.rounds,
+        "calibrator_ms": {
+            "best": 1e3 * measurement.best,
+            "rounds": [round(1e3 * elapsed, 4) for elapsed in measurement.calibrations],
+        },
         "checked": checked.get(ours),
         "flop": flop,
         "bytes": size,
@@ -100,6 +105,12 @@ def result(
     if measurement.failed:
         entry["failed"] = f"{measurement.rounds['valid']} valid rounds of at least {MIN_VALID_ROUNDS}"
         entry.update(gflops=None, gbps=None, limit_fraction=None)
+        # For the eye alone: no summary reads it.
+        entry["disturbed_min_ms"] = {
+            name: min(sample for sample in samples if sample is not None)
+            for name, samples in measurement.samples.items()
+            if any(sample is not None for sample in samples)
+        }
         return entry
     entry["gflops"] = flop / ms["median"] / 1e6
     entry["gbps"] = size / ms["median"] / 1e6
@@ -187,12 +198,19 @@ def _figure(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
+def _indicative(entry: Mapping[str, Any]) -> float:
+    """Our shortest time in a failed result."""
+    return entry["disturbed_min_ms"].get(f"ours:{entry['tier']}", math.nan)
+
+
 def print_table(report: Mapping[str, Any], *, where: Callable[[Mapping[str, Any]], bool] = lambda entry: True) -> None:
-    """Prints the results as a table, and the summary below it."""
+    """Prints the results as a table (disturbed ones in brackets, minima of all rounds), and the summary below it."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
+    if not console.is_terminal:  # a log has no width
+        console = Console(width=160)
     shown = [entry for entry in report["results"] if where(entry)]
     names = sorted({name for entry in shown for name, peer in entry["peers"].items() if "ms" in peer})
     table = Table(title=report["benchmark"], title_justify="left")
@@ -206,7 +224,7 @@ def print_table(report: Mapping[str, Any], *, where: Callable[[Mapping[str, Any]
             entry["case"],
             entry["tier"],
             str(entry["threads"]),
-            "disturbed" if failed else _figure(entry["ms"]["median"], ".3f"),
+            f"(≥ {_indicative(entry):.3f})" if failed else _figure(entry["ms"]["median"], ".3f"),
             _figure(entry["gflops"], ".0f"),
             _figure(entry["gbps"], ".1f"),
             _figure(entry["limit_ms"], ".3f"),

@@ -154,7 +154,7 @@ class Context:
         # What was timed is what is checked: once more after the last sample.
         for entry in entries:
             again = self._check(work, entry, threads, ours=True, call=False)
-            checked[entry.name] = again if "wrong" in again else checked[entry.name]
+            checked[entry.name] = again if "beyond_tolerance" in again else checked[entry.name]
         for tier, entry in zip(tiers, entries, strict=True):
             self.results.append(
                 report.result(
@@ -183,7 +183,7 @@ class Context:
             text = str(error).splitlines()[0]
             if ours:
                 self.wrong.append(f"{work.case} {entry.name} with {threads} threads: {text}")
-            return {"wrong": text}
+            return {"beyond_tolerance": text}
 
     @property
     def exit_status(self) -> int:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing several implementations of one piece of work against each other on a machine that may be disturbed.
 
-In each round every contender is timed once, in rotating order, and after each of them a fixed loop (the calibrator)
-runs on as many threads. A round in which the calibrator needed more than 1.1 times its best of the whole run is
-discarded for all contenders alike, and counted. With fewer than 5 rounds left the measurement has failed: it says so
-instead of giving a number. Ratios are made from medians and, separately, from minima.
+In each round every contender is timed once, in rotating order, and before and after each of them a fixed loop (the
+calibrator) runs on as many threads. A round in which the calibrator needed more than 1.1 times its best of the whole run
+is discarded for all contenders alike, and counted; it ends there and then. With fewer than 5 rounds left the measurement
+has failed: it says so instead of giving a number. A round begins only when the calibrator is undisturbed, or after a
+second of waiting. Ratios are made from medians and, separately, from minima.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MIN_VALID_ROUNDS = 5
 #: Calls are repeated within a sample until it is about this long, so that the clock and one interrupt weigh little.
 _SAMPLE_SECONDS = 2e-3
 #: Threads of a pool may spin for a moment after a parallel region; the calibrator shall not meet them.
-_SETTLE_SECONDS = 1e-3
+_SETTLE_SECONDS = 2e-3
 
 
 @dataclass
@@ -40,6 +41,18 @@ class Calibration:
         time.sleep(self.settle)
         elapsed = self.sample(threads)
         self.best[threads] = min(elapsed, self.best.get(threads, elapsed))
+        return elapsed
+
+    def disturbed(self, elapsed: float, threads: int) -> bool:
+        """Whether a calibration took too long."""
+        return elapsed > DISTURBED * self.best[threads]
+
+    def calm(self, threads: int, patience: int = 200) -> float:
+        """Calibrates until undisturbed, at most ``patience`` times; the last result in seconds."""
+        for _ in range(patience):
+            elapsed = self(threads)
+            if not self.disturbed(elapsed, threads):
+                break
         return elapsed
 
     def warm_up(self, threads: int, times: int = 10) -> None:
@@ -59,11 +72,11 @@ class Contender:
 
 @dataclass
 class Measurement:
-    """Raw samples. ``samples[name][i]`` is the time per call in round i, in ms; ``calibrations[i]`` that round's worst
-    calibration, in seconds."""
+    """Raw samples. ``samples[name][i]`` is the time per call in round i, in ms, None where the round ended before;
+    ``calibrations[i]`` is that round's worst calibration, in seconds."""
 
     threads: int
-    samples: dict[str, list[float]]
+    samples: dict[str, list[float | None]]
     calibrations: list[float]
     best: float
 
@@ -85,7 +98,8 @@ class Measurement:
 
     def of(self, name: str) -> list[float]:
         """Valid samples of one contender, in ms."""
-        return [sample for sample, valid in zip(self.samples[name], self.valid, strict=True) if valid]
+        pairs = zip(self.samples[name], self.valid, strict=True)
+        return [sample for sample, valid in pairs if valid and sample is not None]
 
 
 def stats(samples: Sequence[float]) -> dict[str, Any]:
@@ -143,18 +157,22 @@ def measure(
         contender.call()  # first touch, lazy initialisation
         once = _timed(contender, 1, clock) / 1e3
         calls[contender.name] = max(1, min(1000, int(_SAMPLE_SECONDS / max(once, 1e-7))))
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    result = Measurement(threads, samples, [], calibration.best.get(threads, float("inf")))
-    for round_index in range(max_rounds):
-        worst = calibration(threads)
-        shift = round_index % max(1, len(contenders))
+    result = Measurement(threads, {name: [] for name in names}, [], calibration.best.get(threads, float("inf")))
+    for index in range(max_rounds):
+        worst = calibration.calm(threads)
+        taken: dict[str, float] = {}
+        shift = index % max(1, len(contenders))
         for contender in [*contenders[shift:], *contenders[:shift]]:
             if contender.select:
                 contender.select()
             if calls[contender.name] > 1:
                 contender.call()  # the calibrator and the others left the caches cold
-            samples[contender.name].append(_timed(contender, calls[contender.name], clock))
+            taken[contender.name] = _timed(contender, calls[contender.name], clock)
             worst = max(worst, calibration(threads))
+            if calibration.disturbed(worst, threads):
+                break
+        for name in names:
+            result.samples[name].append(taken.get(name))
         result.calibrations.append(worst)
         result.best = calibration.best[threads]
         if result.rounds["valid"] >= rounds:
