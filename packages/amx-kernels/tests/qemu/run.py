@@ -4,7 +4,7 @@
     python packages/amx-kernels/tests/qemu/run.py [x86] [aarch64]
 
 x86: the library as built, under CPU models with AVX2 but no AVX-512, and with neither: import, doctor, a NumPy call
-per tier, clear errors for tiers the model lacks, and the test cases of mla-testing on every tier it has.
+per tier, clear errors for tiers the model lacks, and the test cases of mla-testing on the best tier it has.
 aarch64: the portable tier cross-compiled (g++-aarch64-linux-gnu), and the same cases under qemu-aarch64.
 
 Cases are built and judged by this process, natively, against the float64 reference; under qemu only runner.cpp and
@@ -44,7 +44,7 @@ X86_MODELS = {
 }
 
 #: Cases of more multiply-accumulates are left to the native tests: emulated, one would take minutes.
-MOST_MACS = 24_000_000
+MOST_MACS = 6_000_000
 
 _DTYPES = {"uint16": 0, "float32": 1, "int32": 2, "int64": 3}
 _BMM, _BMM_PACKED, _ATTENTION, _ATTENTION_PLANNED, _CONCAT = range(5)
@@ -82,11 +82,12 @@ def calls() -> Iterator[Call]:
                 continue
             for op, suffix in ((_ATTENTION, "unplanned"), (_ATTENTION_PLANNED, "planned")):
                 data = case.build()
-                starts = None if case.query_lens is None else data.query_start_loc
-                query = (data.q_latent, data.q_pe, data.kv_cache, data.block_table, data.seq_lens, starts)
-                tensors = (data.out, data.lse, *query)
-                outputs = (data.out, data.lse)
-                yield Call(f"{kind}-{case.id}-{suffix}", op, tensors, outputs, data.check, data.scale)
+                # Decode divides all tokens it is given among the requests: padding is cut off for it.
+                tokens = data.live_tokens if kind == "decode" else case.tokens
+                out, lse, q_latent, q_pe = (array[:tokens] for array in (data.out, data.lse, data.q_latent, data.q_pe))
+                starts = None if kind == "decode" else data.query_start_loc
+                tensors = (out, lse, q_latent, q_pe, data.kv_cache, data.block_table, data.seq_lens, starts)
+                yield Call(f"{kind}-{case.id}-{suffix}", op, tensors, (out, lse), data.check, data.scale)
 
 
 def memory_of(array: NDArray) -> NDArray[np.uint8]:
@@ -238,8 +239,7 @@ def test_x86(tally: Tally) -> None:
 
             tally.check(f"{name}: doctor", doctor)
             tally.check(f"{name}: NumPy calls", numpy_call)
-            for tier in tiers:
-                run_cases(tally, name, [qemu, "-cpu", model, str(runner)], tier, environment)
+            run_cases(tally, name, [qemu, "-cpu", model, str(runner)], tiers[-1], environment)
 
 
 def test_aarch64(tally: Tally) -> None:
