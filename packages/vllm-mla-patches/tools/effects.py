@@ -323,7 +323,10 @@ def _backend_module() -> Any:
         members = {key: classmethod(value) for key, value in members.items()}
         return type(name, (CPUMLABackend,), {**members, "get_name": staticmethod(lambda: "AMX_MLA")})
 
-    any_block_of_32 = {"supports_block_size": lambda cls, size: size is None or size % 32 == 0}
+    any_block_of_32 = {
+        "supports_block_size": lambda cls, size: size is None or size % 32 == 0,
+        "supports_dtype": lambda cls, dtype: dtype == torch.bfloat16,
+    }
     supports = {"supports_chunked_prefill": lambda cls: True, "supports_prefix_caching": lambda cls: True}
     module = sys.modules[SELECTED] = SimpleNamespace(
         Available=make("Available", get_unavailable_reason=lambda cls: None, **any_block_of_32, **supports),
@@ -368,7 +371,7 @@ def choose(backend: str | None, **options: Any) -> Choice:
     from vllm.platforms.cpu import CpuPlatform
 
     config = engine_config(backend, **options)
-    selector = SimpleNamespace(use_mla=True, use_sparse=False, kv_cache_dtype="auto")
+    selector = SimpleNamespace(use_mla=True, use_sparse=False, kv_cache_dtype="auto", dtype=config.model_config.dtype)
     path = CpuPlatform.get_attn_backend_cls(config.attention_config.backend, selector)
     return Choice(
         path.rpartition(".")[2], config.cache_config.block_size, config.scheduler_config.enable_chunked_prefill,
@@ -414,6 +417,8 @@ def registered_amx_mla() -> None:
             assert choose("TRITON_MLA", **options) == fast, "a backend that no CPU has is not a choice"
             amx_mla.clear_override()
         register_backend(amx_mla, f"{SELECTED}.Available")
+        assert choose(None, dtype="float32") == REFERENCE
+        assert "it does not support torch.float32" in refusal("AMX_MLA", dtype="float32")
         assert choose(None, block_size=64).block_size == 64, "the user's block size"
         assert "does not support block_size=48" in refusal(None, block_size=48)
         assert choose("CPU_MLA", block_size=64) == REFERENCE
@@ -456,6 +461,8 @@ def platform_asks_backend() -> None:
             fast = Choice("AMXMLABackend", 128, True, cached_prefix)
             assert choose(None, enable_prefix_caching=cached_prefix) == fast
             assert choose("AMX_MLA", enable_prefix_caching=cached_prefix) == fast
+        assert choose(None, dtype="float32") == REFERENCE
+        assert "it does not support torch.float32" in refusal("AMX_MLA", dtype="float32")
 
 
 def custom_mla() -> None:
