@@ -24,6 +24,9 @@ AMXK_INLINE constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
 
+// Fetches a line into L2, where the next key block is wanted.
+AMXK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 AMXK_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 AMXK_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 

@@ -107,16 +107,13 @@ AMXK_INLINE void transpose16(const uint32_t* src, int64_t src_stride, uint32_t* 
   }
 }
 
-// Unpacking works within 128-bit lanes; permuting quadwords of the sources first puts the columns in natural order.
-AMXK_INLINE void interleave16(const bf16* row0, const bf16* row1, bf16* panel) {
-  const __m256i a = _mm256_permute4x64_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row0)), 0xd8);
-  const __m256i b = _mm256_permute4x64_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row1)), 0xd8);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(panel), _mm256_unpacklo_epi16(a, b));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(panel + 16), _mm256_unpackhi_epi16(a, b));
-}
-AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* panel0, bf16* panel1) {
-  interleave16(row0, row1, panel0);
-  interleave16(row0 + 16, row1 + 16, panel1);
+AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* even, bf16* odd) {
+  for (int i = 0; i < 32; i += 16) {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row0 + i));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row1 + i));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(even + i), _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(odd + i), _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa));
+  }
 }
 
 AMXK_INLINE void store16(bf16* dst, V a) {
@@ -125,10 +122,7 @@ AMXK_INLINE void store16(bf16* dst, V a) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst), packed);
 }
-AMXK_INLINE void store32(bf16* dst, V panel0, V panel1) {
-  store16(dst, panel0);
-  store16(dst + 16, panel1);
-}
+AMXK_INLINE void store32(bf16* dst, V even, V odd) { store_pairs(reinterpret_cast<uint32_t*>(dst), even, odd); }
 
 }  // namespace
 }  // namespace AMXK_TIER

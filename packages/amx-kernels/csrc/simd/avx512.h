@@ -98,13 +98,13 @@ AMXK_INLINE void transpose16(const uint32_t* src, int64_t src_stride, uint32_t* 
   }
 }
 
-// Two unpacks, no more: panel 0 holds columns 0-3, 8-11, 16-19, 24-27 and panel 1 the rest. store32 undoes it once per
-// output row, where restoring the order here would cost two more shuffles for every pair of cache rows.
-AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* panel0, bf16* panel1) {
+// Two shifts and two blends, all within their words; the output needs no shuffle either, because an even and an odd
+// column are the two halves of a word.
+AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* even, bf16* odd) {
   const __m512i a = _mm512_loadu_si512(row0);
   const __m512i b = _mm512_loadu_si512(row1);
-  _mm512_storeu_si512(panel0, _mm512_unpacklo_epi16(a, b));
-  _mm512_storeu_si512(panel1, _mm512_unpackhi_epi16(a, b));
+  _mm512_storeu_si512(even, _mm512_mask_blend_epi16(0xaaaaaaaa, a, _mm512_slli_epi32(b, 16)));
+  _mm512_storeu_si512(odd, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b));
 }
 
 AMXK_INLINE void store16(bf16* dst, V a) {
@@ -114,12 +114,7 @@ AMXK_INLINE void store16(bf16* dst, V a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst), _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_bf16_16(a), 16)));
 #endif
 }
-AMXK_INLINE void store32(bf16* dst, V panel0, V panel1) {
-  const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-  const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
-  store16(dst, _mm512_permutex2var_ps(panel0, first, panel1));
-  store16(dst + 16, _mm512_permutex2var_ps(panel0, second, panel1));
-}
+AMXK_INLINE void store32(bf16* dst, V even, V odd) { store_pairs(reinterpret_cast<uint32_t*>(dst), even, odd); }
 
 }  // namespace
 }  // namespace AMXK_TIER

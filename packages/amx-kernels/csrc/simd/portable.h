@@ -83,20 +83,22 @@ AMXK_INLINE void transpose16(const uint32_t* src, int64_t src_stride, uint32_t* 
   }
 }
 
-// Thirty-two columns of two rows become one line of pairs in each of two panels. A tier may choose which panel and lane
-// a column goes to, as long as its store32 puts the columns back.
-AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* panel0, bf16* panel1) {
+// Thirty-two columns of two rows become one line of row pairs in each of two panels: the even columns in the first, the
+// odd ones in the second. store32 puts such panels back in order.
+AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* even, bf16* odd) {
   for (int i = 0; i < 16; ++i) {
-    panel0[2 * i] = row0[i];
-    panel0[2 * i + 1] = row1[i];
-    panel1[2 * i] = row0[16 + i];
-    panel1[2 * i + 1] = row1[16 + i];
+    even[2 * i] = row0[2 * i];
+    even[2 * i + 1] = row1[2 * i];
+    odd[2 * i] = row0[2 * i + 1];
+    odd[2 * i + 1] = row1[2 * i + 1];
   }
 }
 
-AMXK_INLINE void store32(bf16* dst, V panel0, V panel1) {
-  for (int i = 0; i < 16; ++i) dst[i] = float_to_bf16(panel0.lane[i]);
-  for (int i = 0; i < 16; ++i) dst[16 + i] = float_to_bf16(panel1.lane[i]);
+AMXK_INLINE void store32(bf16* dst, V even, V odd) {
+  for (int i = 0; i < 16; ++i) {
+    dst[2 * i] = float_to_bf16(even.lane[i]);
+    dst[2 * i + 1] = float_to_bf16(odd.lane[i]);
+  }
 }
 
 // Sixteen columns in natural order.

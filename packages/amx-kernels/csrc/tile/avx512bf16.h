@@ -4,7 +4,7 @@
 //   instruction                   per cycle  latency
 //   VDPBF16PS zmm, zmm, m32{1to16}    2         6     (Zen5; Zen4: 1; Golden Cove: 1/2, there the avx512 tier wins)
 //
-// 8 rows x 3 panels = 24 accumulators; with one panel 16 rows, each broadcast embedded in the product.
+// 4 rows x 4 panels: 16 accumulators, 8 loads for 16 products; with one panel 16 rows, broadcasts embedded in the product.
 #pragma once
 
 #define AMXK_NATIVE_BF16
@@ -18,8 +18,8 @@ using Acc = V;
 using BPair = __m512i;
 using APrepared = RowGroup;
 
-constexpr int kMaxPanels = 3;
-constexpr int kRows[] = {16, 8, 8};
+constexpr int kMaxPanels = 4;
+constexpr int kRows[] = {16, 8, 0, 4};
 
 AMXK_INLINE size_t gemm_scratch_bytes(int64_t) { return 0; }
 AMXK_INLINE APrepared prepare(RowGroup group, int, void*) { return group; }

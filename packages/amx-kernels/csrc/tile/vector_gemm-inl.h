@@ -4,7 +4,8 @@
 //   C[m][n] (+)= sum_k A[m][k] * B[k][n]
 //
 // A: groups of 16 rows of bf16 (rows of the cache, of probabilities or of activations), as they lie in memory;
-// B: panels of 16 columns, rows in pairs: panel[k/2][n][k%2] bf16, the order VDPBF16PS and TDPBF16PS want;
+// B: panels of 16 columns, rows in pairs: panel[k/2][n][k%2] bf16, the order VDPBF16PS and TDPBF16PS want. A step of 32
+//    rows of a panel is 1 KB; b_panel and b_step are the distances, in elements, from panel to panel and step to step;
 // C: panels of 16 fp32 columns, row after row: c[panel][m][16], so a row of a panel is one cache line.
 //
 // Sums run over k in one order for every shape, so a row's result does not depend on its neighbours.
@@ -18,60 +19,66 @@ namespace AMXK_TIER {
 namespace {
 
 template <bool kAccumulate, int MR, int NR>
-AMXK_INLINE void gemm_block(APrepared a, int row, int pairs, const bf16* b, int64_t b_stride, float* c,
-                            int64_t c_stride) {
+AMXK_INLINE void gemm_block(APrepared a, int row, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, float* c,
+                            int64_t c_panel) {
   Acc acc[MR][NR];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) acc[m][n] = kAccumulate ? acc_load(c + n * c_stride + m * kGroup) : acc_zero();
+    for (int n = 0; n < NR; ++n) acc[m][n] = kAccumulate ? acc_load(c + n * c_panel + m * kGroup) : acc_zero();
   }
-  for (int j = 0; j < pairs; ++j) {
-    BPair bj[NR];
+  for (int k = 0; k < k_steps; ++k, b += b_step) {
+    for (int j = 0; j < kStepK / 2; ++j) {
+      BPair bj[NR];
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) bj[n] = b_load(b + n * b_stride + j * 2 * kGroup);
+      for (int n = 0; n < NR; ++n) bj[n] = b_load(b + n * b_panel + j * 2 * kGroup);
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m) {
+      for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; ++n) acc[m][n] = mac(acc[m][n], a, row + m, j, bj[n]);
+        for (int n = 0; n < NR; ++n) acc[m][n] = mac(acc[m][n], a, row + m, k * (kStepK / 2) + j, bj[n]);
+      }
     }
   }
 #pragma GCC unroll 16
   for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) acc_store(c + n * c_stride + m * kGroup, acc[m][n]);
+    for (int n = 0; n < NR; ++n) acc_store(c + n * c_panel + m * kGroup, acc[m][n]);
   }
 }
 
 template <bool kAccumulate, int NR>
-AMXK_INLINE void gemm_panels(APrepared a, int pairs, const bf16* b, int64_t b_stride, float* c, int64_t c_stride) {
+AMXK_INLINE void gemm_panels(APrepared a, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, float* c,
+                             int64_t c_panel) {
   constexpr int MR = kRows[NR - 1];
   for (int m = 0; m < kGroup; m += MR) {
-    gemm_block<kAccumulate, MR, NR>(a, m, pairs, b, b_stride, c + m * kGroup, c_stride);
+    gemm_block<kAccumulate, MR, NR>(a, m, k_steps, b, b_panel, b_step, c + m * kGroup, c_panel);
+  }
+}
+
+// Panels first: as many at a time as the tier has registers for, then the rest.
+template <bool kAccumulate, int NR>
+AMXK_INLINE void gemm_group(APrepared a, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, int panels,
+                            float* c, int64_t c_panel) {
+  int n = 0;
+  for (; n + NR <= panels; n += NR) {
+    gemm_panels<kAccumulate, NR>(a, k_steps, b + n * b_panel, b_panel, b_step, c + n * c_panel, c_panel);
+  }
+  if constexpr (NR > 1) {
+    if (n < panels) {
+      gemm_group<kAccumulate, NR / 2>(a, k_steps, b + n * b_panel, b_panel, b_step, panels - n, c + n * c_panel,
+                                      c_panel);
+    }
   }
 }
 
 // k_steps: steps of kStepK along k. scratch: gemm_scratch_bytes(k_steps).
 template <bool kAccumulate>
-static __attribute__((noinline)) void gemm(const RowGroup* a, int groups, int k_steps, const bf16* b,
-                                           int64_t b_stride, int panels, float* c, int64_t c_stride, void* scratch) {
-  const int pairs = k_steps * (kStepK / 2);
+static __attribute__((noinline)) void gemm(const RowGroup* a, int groups, int k_steps, const bf16* b, int64_t b_panel,
+                                           int64_t b_step, int panels, float* c, int64_t c_panel, void* scratch) {
   for (int g = 0; g < groups; ++g) {
     const APrepared rows = prepare(a[g], k_steps * kStepK, scratch);
-    float* cg = c + static_cast<int64_t>(g) * kGroup * kGroup;
-    int n = 0;
-    for (; n + kMaxPanels <= panels; n += kMaxPanels) {
-      gemm_panels<kAccumulate, kMaxPanels>(rows, pairs, b + n * b_stride, b_stride, cg + n * c_stride, c_stride);
-    }
-    if constexpr (kMaxPanels > 2) {
-      if (panels - n == 2) {
-        gemm_panels<kAccumulate, 2>(rows, pairs, b + n * b_stride, b_stride, cg + n * c_stride, c_stride);
-        n += 2;
-      }
-    }
-    for (; n < panels; ++n) {
-      gemm_panels<kAccumulate, 1>(rows, pairs, b + n * b_stride, b_stride, cg + n * c_stride, c_stride);
-    }
+    gemm_group<kAccumulate, kMaxPanels>(rows, k_steps, b, b_panel, b_step, panels,
+                                        c + static_cast<int64_t>(g) * kGroup * kGroup, c_panel);
   }
 }
 

@@ -6,7 +6,9 @@
 //   O = P V            V is the first R columns of K; row pairs are interleaved once per key block for all rows
 //
 // Rows are (token, head) pairs: all heads and all query tokens of a unit share one pass over the keys, so the cache is
-// read from memory once. Keys go in blocks of kKeys: K (295 KB at 576 columns), interleaved V, S, P and O stay in L2.
+// read from memory once. Keys go in blocks of kKeys: K (295 KB at 576 columns), S, P and O stay in L2. V is interleaved
+// kValuePanels panels at a time into 32 KB that L1 keeps while all rows use it; meanwhile the same columns of the next
+// block's rows are fetched, so that reading memory overlaps the whole of the computation.
 //
 // Invariants: keys at or past a row's limit are masked by selection, never by multiplication; groups with dead rows are
 // copied and their dead rows zeroed, so nothing outside live rows is ever an operand; m grows only when it must (by more
@@ -25,7 +27,7 @@ namespace {
 
 constexpr int kKeys = 256;          // keys per block
 constexpr float kGrowth = 8.0f;     // log2 of how far a score may exceed the reference maximum
-constexpr int64_t kPanelPad = 64;   // keeps panels of a power of two from falling into the same cache sets
+constexpr int kValuePanels = 4;     // panels of V interleaved together
 
 // The running softmax of a unit: O [columns/16][rows][16], m and l [rows].
 struct State {
@@ -49,7 +51,6 @@ struct Shape {
 
   int64_t q_panel() const { return width * kGroup; }
   int64_t s_panel() const { return kKeys * kGroup; }
-  int64_t v_panel() const { return kKeys * kGroup + kPanelPad; }
   int64_t o_panel() const { return rows * kGroup; }
   int64_t state_floats() const { return panels * o_panel() + 2 * rows; }
 };
@@ -62,9 +63,9 @@ State state_at(float* memory, const Shape& s) {
 struct Worker {
   bf16* q;       // packed queries [row_groups][width/2][16][2]
   float* s;      // scores [row_groups][kKeys][16]
-  bf16* p;       // probabilities [rows][kKeys]
-  bf16* v;       // interleaved values [panels][kKeys/2][16][2]
-  bf16* gather;  // copies of groups that cannot be read in place [kKeys][width]
+  bf16* p;       // probabilities [rows][kKeys], or spread over tiles [kKeys/16][2][16][32] for one group of rows
+  bf16* v;       // interleaved values [kKeys/32][kValuePanels][16][16][2]
+  bf16* gather[2];  // copies of groups that cannot be read in place [kKeys][width], of this block and the next
   int64_t* limit;  // keys visible to a row [rows]
   void* gemm;
   State total, part;
@@ -83,9 +84,9 @@ struct Worker {
     };
     q = reinterpret_cast<bf16*>(take(sizeof(bf16) * s.row_groups * s.q_panel()));
     this->s = reinterpret_cast<float*>(take(sizeof(float) * s.row_groups * s.s_panel()));
-    p = reinterpret_cast<bf16*>(take(sizeof(bf16) * s.rows * kKeys));
-    v = reinterpret_cast<bf16*>(take(sizeof(bf16) * s.panels * s.v_panel()));
-    gather = reinterpret_cast<bf16*>(take(sizeof(bf16) * kKeys * s.width));
+    p = reinterpret_cast<bf16*>(take(sizeof(bf16) * max<int64_t>(s.rows * kKeys, kKeys * 4 * kGroup)));
+    v = reinterpret_cast<bf16*>(take(sizeof(bf16) * kKeys * kValuePanels * kGroup));
+    for (bf16*& copy : gather) copy = reinterpret_cast<bf16*>(take(sizeof(bf16) * kKeys * s.width));
     limit = reinterpret_cast<int64_t*>(take(sizeof(int64_t) * s.rows));
     gemm = take(gemm_scratch_bytes(max<int64_t>(s.width_steps, kKeys / kStepK)));
     total = state_at(reinterpret_cast<float*>(take(sizeof(float) * s.state_floats())), s);
@@ -137,37 +138,45 @@ void locate_keys(const AttentionParams& p, const Shape& s, int64_t request, int6
   }
 }
 
-// The latent columns of `padded` keys (a multiple of 32), interleaved; rows past the last group are zero.
-void interleave_values(const AttentionParams& p, const Shape& s, const RowGroup* groups, int num_groups, int padded,
-                       bf16* v) {
-  const int64_t whole = p.latent / 32;
-  for (int pair = 0; pair < padded / 2; ++pair) {
-    bf16* line = v + pair * 2 * kGroup;
-    const int g = pair / (kGroup / 2);
+// Latent columns [32 * first, 32 * (first + pairs)) of `padded` keys (a multiple of 32), interleaved: two panels for each
+// 32 columns. Rows past the last group are zero. next: the groups of the next block, whose rows are fetched meanwhile.
+void interleave_values(const AttentionParams& p, const RowGroup* groups, int num_groups, int padded, int64_t first,
+                       int64_t pairs, const RowGroup* next, int num_next, bf16* v) {
+  for (int key = 0; key < padded; key += 2) {
+    const int g = key / kGroup;
+    bf16* line = v + key / kStepK * (kValuePanels * kStepK * kGroup) + key % kStepK * kGroup;
+    if (g < num_next) {
+      const bf16* row = next[g].row + key % kGroup * next[g].stride + 32 * first;
+      for (int64_t c = 0; c < pairs; ++c) {
+        prefetch(row + 32 * c);
+        prefetch(row + next[g].stride + 32 * c);
+      }
+    }
     if (g >= num_groups) {
-      for (int64_t n = 0; n < s.panels; ++n) memset(line + n * s.v_panel(), 0, 2 * kGroup * sizeof(bf16));
+      for (int64_t c = 0; c < 2 * pairs; ++c) memset(line + c * kStepK * kGroup, 0, 2 * kGroup * sizeof(bf16));
       continue;
     }
-    const bf16* row0 = groups[g].row + 2 * (pair % (kGroup / 2)) * groups[g].stride;
+    const bf16* row0 = groups[g].row + key % kGroup * groups[g].stride + 32 * first;
     const bf16* row1 = row0 + groups[g].stride;
-    for (int64_t c = 0; c < whole; ++c) {
-      interleave32(row0 + 32 * c, row1 + 32 * c, line + 2 * c * s.v_panel(), line + (2 * c + 1) * s.v_panel());
-    }
-    if (whole * 32 < p.latent) {
-      bf16 tail[2][32] = {};
-      const size_t bytes = static_cast<size_t>(p.latent - 32 * whole) * sizeof(bf16);
-      memcpy(tail[0], row0 + 32 * whole, bytes);
-      memcpy(tail[1], row1 + 32 * whole, bytes);
-      interleave32(tail[0], tail[1], line + 2 * whole * s.v_panel(), line + (2 * whole + 1) * s.v_panel());
+    for (int64_t c = 0; c < pairs; ++c, line += 2 * kStepK * kGroup) {
+      const int64_t columns = p.latent - 32 * (first + c);
+      if (columns >= 32) {
+        interleave32(row0 + 32 * c, row1 + 32 * c, line, line + kStepK * kGroup);
+      } else {
+        bf16 tail[2][32] = {};
+        memcpy(tail[0], row0 + 32 * c, static_cast<size_t>(columns) * sizeof(bf16));
+        memcpy(tail[1], row1 + 32 * c, static_cast<size_t>(columns) * sizeof(bf16));
+        interleave32(tail[0], tail[1], line, line + kStepK * kGroup);
+      }
     }
   }
 }
 
 // Softmax of one panel of 16 rows over `padded` keys (a multiple of 32): scores to probabilities [16, kKeys], updating
-// m and l. limit: visible keys of this block per row; masked: some limit is below `padded`. Returns whether O must be
+// m and l. spread: in the form for values in place. limit: visible keys of this block per row; masked: some limit is below `padded`. Returns whether O must be
 // multiplied by alpha first.
 bool softmax_panel(float* scores, int padded, const int32_t* limit, bool masked, float scale, float* m, float* l,
-                   float* alpha, bf16* p) {
+                   float* alpha, bf16* p, [[maybe_unused]] bool spread) {
   const V c = vset(scale);
   V top = vset(-INFINITY);
   if (masked) {
@@ -201,6 +210,22 @@ bool softmax_panel(float* scores, int padded, const int32_t* limit, bool masked,
   V sum = vset(0.0f), sum1 = sum;
   alignas(64) uint32_t pairs[16 * 16];
   for (int k = 0; k < padded; k += 2 * kGroup) {
+#ifdef AMXK_VALUES_IN_PLACE
+    if (spread) {
+      float* block = scores + k * kGroup;
+      for (int i = 0; i < 2 * kGroup; i += 2) {
+        const V a = vexp2(vfma(vload(block + i * kGroup), c, shift));
+        const V b = vexp2(vfma(vload(block + (i + 1) * kGroup), c, shift));
+        sum = vadd(sum, a);
+        sum1 = vadd(sum1, b);
+        vstore(block + i * kGroup, a);
+        vstore(block + (i + 1) * kGroup, b);
+      }
+      spread_probabilities(block, p + k / kGroup * kSpreadGroup);
+      spread_probabilities(block + kGroup * kGroup, p + (k / kGroup + 1) * kSpreadGroup);
+      continue;
+    }
+#endif
     for (int i = 0; i < 2 * kGroup; i += 2) {
       const V a = vexp2(vfma(vload(scores + (k + i) * kGroup), c, shift));
       const V b = vexp2(vfma(vload(scores + (k + i + 1) * kGroup), c, shift));
@@ -233,40 +258,67 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
     state.m[r] = -INFINITY;
     state.l[r] = 0.0f;
   }
-  RowGroup keys[kKeys / kGroup], probabilities[ceil_div(kMaxRows, kGroup) + 1];
-  for (int64_t first = begin; first < end; first += kKeys) {
-    const int n = static_cast<int>(min<int64_t>(kKeys, end - first));
-    const int groups = static_cast<int>(ceil_div(n, kGroup));
-    const int padded = static_cast<int>(round_up(n, kStepK));
-    locate_keys(p, s, u.request, first, n, w.gather, keys);
-    gemm<false>(keys, groups, static_cast<int>(s.width_steps), w.q, s.q_panel(), groups_q, w.s, s.s_panel(), w.gemm);
+  struct Block {
+    RowGroup groups[kKeys / kGroup];
+    int keys, num_groups;
+  } blocks[2] = {};
+  const auto locate = [&](int64_t first, int which) {
+    Block& block = blocks[which];
+    block.keys = static_cast<int>(max<int64_t>(0, min<int64_t>(kKeys, end - first)));
+    block.num_groups = static_cast<int>(ceil_div(block.keys, kGroup));
+    locate_keys(p, s, u.request, first, block.keys, w.gather[which], block.groups);
+  };
+  const int steps_q = static_cast<int>(s.width_steps);
+#ifdef AMXK_VALUES_IN_PLACE
+  // A B tile spans 32 columns: the last one of R must not reach past the end of a row.
+  const bool in_place = groups_q == 1 && s.panels * kGroup <= s.width;
+#else
+  const bool in_place = false;
+#endif
+  int which = 0;
+  locate(begin, which);
+  for (int64_t first = begin; first < end; first += kKeys, which ^= 1) {
+    const Block& block = blocks[which];
+    const Block& next = blocks[which ^ 1];
+    const int padded = static_cast<int>(round_up(block.keys, kStepK));
+    locate(first + kKeys, which ^ 1);
+    gemm<false>(block.groups, block.num_groups, steps_q, w.q, s.q_panel(), kStepK * kGroup, groups_q, w.s, s.s_panel(),
+                w.gemm);
 
     for (int g = 0; g < groups_q; ++g) {
       alignas(64) int32_t limit[kGroup];
       bool masked = false;
       for (int i = 0; i < kGroup; ++i) {
-        const int64_t visible = min<int64_t>(w.limit[g * kGroup + i] - first, n);
+        const int64_t visible = min<int64_t>(w.limit[g * kGroup + i] - first, block.keys);
         limit[i] = static_cast<int32_t>(max<int64_t>(visible, 0));
         masked |= limit[i] < padded;
       }
       alignas(64) float alpha[kGroup];
       const int64_t row = static_cast<int64_t>(g) * kGroup;
       const bool grows = softmax_panel(w.s + g * s.s_panel(), padded, limit, masked, p.scale_log2, state.m + row,
-                                       state.l + row, alpha, w.p + row * kKeys);
+                                       state.l + row, alpha, w.p + row * kKeys, in_place);
       if (grows && first > begin) scale_rows(state.o + row * kGroup, s.panels, s.o_panel(), alpha);
     }
 
-    interleave_values(p, s, keys, groups, padded, w.v);
-    // Rows in chunks, because a unit of one token may have more heads than kMaxRows.
-    for (int g = 0; g < groups_q; g += kMaxRows / kGroup) {
-      const int chunk = min(groups_q - g, kMaxRows / kGroup);
-      for (int i = 0; i < chunk; ++i) probabilities[i] = {w.p + static_cast<int64_t>(g + i) * kGroup * kKeys, kKeys};
-      float* o = state.o + static_cast<int64_t>(g) * kGroup * kGroup;
-      const int steps = padded / kStepK, panels = static_cast<int>(s.panels);
-      if (first == begin) {
-        gemm<false>(probabilities, chunk, steps, w.v, s.v_panel(), panels, o, s.o_panel(), w.gemm);
-      } else {
-        gemm<true>(probabilities, chunk, steps, w.v, s.v_panel(), panels, o, s.o_panel(), w.gemm);
+#ifdef AMXK_VALUES_IN_PLACE
+    if (in_place) {
+      const auto product = first == begin ? gemm_values_in_place<false> : gemm_values_in_place<true>;
+      product(w.p, block.groups, block.num_groups, s.panels, next.groups, next.num_groups, state.o, s.o_panel());
+      continue;
+    }
+#endif
+    for (int64_t n = 0; n < s.panels; n += kValuePanels) {
+      const int panels = static_cast<int>(min<int64_t>(kValuePanels, s.panels - n));
+      interleave_values(p, block.groups, block.num_groups, padded, n / 2, panels / 2, next.groups, next.num_groups, w.v);
+      // Rows in chunks, because a unit of one token may have more heads than kMaxRows.
+      for (int g = 0; g < groups_q; g += kMaxRows / kGroup) {
+        const int chunk = min(groups_q - g, kMaxRows / kGroup);
+        RowGroup probabilities[kMaxRows / kGroup];
+        for (int i = 0; i < chunk; ++i) probabilities[i] = {w.p + static_cast<int64_t>(g + i) * kGroup * kKeys, kKeys};
+        float* o = state.o + n * s.o_panel() + static_cast<int64_t>(g) * kGroup * kGroup;
+        const auto product = first == begin ? gemm<false> : gemm<true>;
+        product(probabilities, chunk, padded / kStepK, w.v, kStepK * kGroup, kValuePanels * kStepK * kGroup, panels, o,
+                s.o_panel(), w.gemm);
       }
     }
   }
@@ -358,7 +410,7 @@ void run_thread(void* argument, int thread) {
   for (const Unit* u = p.plan.units + lo; u < p.plan.units + p.plan.header->num_units && u->first_item < last; ++u) {
     const int64_t rows = u->tokens * p.heads, splits = unit_splits(*u);
     const int64_t from = max<int64_t>(0, first - u->first_item), to = min<int64_t>(splits, last - u->first_item);
-    pack_queries(p, s, *u, w.gather, w.q);
+    pack_queries(p, s, *u, w.gather[0], w.q);
     const Request& request = p.plan.requests[u->request];
     for (int64_t r = 0; r < round_up(rows, kGroup); ++r) {
       w.limit[r] = request.keys - request.tokens + u->first_token + min(r / p.heads, u->tokens - 1) + 1;

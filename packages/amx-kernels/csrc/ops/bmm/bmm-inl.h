@@ -96,8 +96,8 @@ void bmm_thread(void* argument, int thread) {
         a[g] = {copy, call.depth};
       }
     }
-    gemm<false>(a, groups, static_cast<int>(call.steps), b, panel_size, static_cast<int>(panels), c, c_panel,
-                gemm_scratch);
+    gemm<false>(a, groups, static_cast<int>(call.steps), b, panel_size, kStepK * kGroup, static_cast<int>(panels), c,
+                c_panel, gemm_scratch);
 
     const V factor = vset(p.scale != nullptr ? p.scale[n * p.scale_batch] : 1.0f);
     for (int64_t r = 0; r < rows; ++r) {
