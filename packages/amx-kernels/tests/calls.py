@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
+
+import pytest
 
 import amx_kernels
 from mla_testing.cases import AttentionData
 
 
-def is_decode(data: AttentionData) -> bool:
-    """Whether every request has the same number of new tokens, which is what the decode op takes."""
-    lens = data.case.query_lens
-    return lens is None or len(set(lens)) == 1
+def torch_ops() -> Any:
+    """``torch.ops.amx_kernels``; skips the test where torch is not installed."""
+    torch = pytest.importorskip("torch")
+    importlib.import_module("amx_kernels.torch")
+    return torch.ops.amx_kernels
 
 
 def plan_of(data: AttentionData, *, op: str | None = None, num_threads: int | None = None) -> Any:

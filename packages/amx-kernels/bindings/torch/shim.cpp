@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "amx_kernels/amx_kernels.h"
@@ -51,7 +52,10 @@ void run(void*, int n, void (*task)(void*, int), void* arg) {
 
 amxk_parallel torch_threads() { return {static_cast<int32_t>(torch::stable::get_num_threads()), nullptr, run}; }
 
-void check(amxk_code code, const amxk_error& error) { STD_TORCH_CHECK(code == AMXK_OK, error.message); }
+// Not STD_TORCH_CHECK, which puts the place in this file before the message.
+void check(amxk_code code, const amxk_error& error) {
+  if (code != AMXK_OK) throw std::runtime_error(error.message);
+}
 
 // A descriptor that may be absent.
 struct Optional {

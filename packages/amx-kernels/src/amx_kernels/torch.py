@@ -57,15 +57,18 @@ def _(kv_c, k_pe, kv_cache, slot_mapping):
 
 @torch.library.register_fake("amx_kernels::plan_attention")
 def _(seq_lens, query_start_loc, num_tokens, num_heads, num_threads):
+    _one_device(seq_lens=seq_lens, query_start_loc=query_start_loc)
     size = torch.library.get_ctx().new_dynamic_size()
     return seq_lens.new_empty((size,), dtype=torch.int64)
 
 
 @torch.library.register_fake("amx_kernels::decode_attention_cpu")
 def _(out, lse, q_latent, q_pe, kv_cache, block_table, seq_lens, scale, plan=None):
-    _one_device(out=out, q_latent=q_latent, q_pe=q_pe, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens)
+    _one_device(out=out, lse=lse, q_latent=q_latent, q_pe=q_pe, kv_cache=kv_cache)
+    _one_device(out=out, block_table=block_table, seq_lens=seq_lens, plan=plan)
 
 
 @torch.library.register_fake("amx_kernels::extend_attention_cpu")
 def _(out, lse, q_latent, q_pe, kv_cache, block_table, seq_lens, query_start_loc, scale, plan=None):
-    _one_device(out=out, q_latent=q_latent, q_pe=q_pe, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens)
+    _one_device(out=out, lse=lse, q_latent=q_latent, q_pe=q_pe, kv_cache=kv_cache)
+    _one_device(out=out, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc, plan=plan)
