@@ -76,13 +76,6 @@ def test_both_are_idempotent(world: World) -> None:
     assert world.snapshot() == applied
 
 
-def test_on_patch_is_told_of_new_patches_only(world: World) -> None:
-    told: list[str] = []
-    apply(world.tree, through="first", root=world.patches)
-    apply(world.tree, root=world.patches, on_patch=lambda patch: told.append(patch.name))
-    assert told == ["second", "third"]
-
-
 def test_python_never_runs_stale_bytecode(world: World) -> None:
     """The third patch keeps the file's size, and the clock's second may be the same: byte-code must not outlive it."""
 

@@ -95,7 +95,6 @@ def apply(
     series: str | None = None,
     through: str | None = None,
     root: Path = PATCHES,
-    on_patch: Callable[[Patch], None] | None = None,
 ) -> Status:
     """Applies a series up to and including the patch `through` (default: all of it), or nothing.
 
@@ -104,7 +103,6 @@ def apply(
     Args:
         tree, series, root: see `status`.
         through: name of the last patch to apply.
-        on_patch: called with each patch newly applied, once all of them are.
 
     Raises:
         UnsupportedVersionError: the tree's version has no series, or `series` is not its version.
@@ -116,9 +114,7 @@ def apply(
         return status(tree, series=series, root=root)
     loaded = Series.load(name, root)
     goal = len(loaded.patches) if through is None else loaded.index(through) + 1
-    before = _move(tree, loaded, lambda now: max(now, goal))
-    for patch in loaded.patches[before:goal] if on_patch else ():
-        on_patch(patch)
+    _move(tree, loaded, lambda now: max(now, goal))
     return status(tree, series=series, root=root)
 
 
@@ -191,8 +187,8 @@ def _stage(tree: Tree, series: Series) -> int:
     )
 
 
-def _move(tree: Tree, series: Series, goal_from: Callable[[int], int]) -> int:
-    """Takes the tree to the stage that `goal_from` makes of its present one; returns the present one."""
+def _move(tree: Tree, series: Series, goal_from: Callable[[int], int]) -> None:
+    """Takes the tree to the stage that `goal_from` makes of its present one."""
     with transaction.locked(tree.root):
         transaction.recover(tree.root)
         before = _stage(tree, series)
@@ -200,7 +196,7 @@ def _move(tree: Tree, series: Series, goal_from: Callable[[int], int]) -> int:
         if goal == before:
             if before == 0:
                 _Originals(tree.root).discard()  # of an apply that was killed before its journal
-            return before
+            return
         contents = {path: tree.read(path) for path in series.stages[0]}
         if goal > before:
             diffs = [diff for patch in series.patches[before:goal] for diff in patch.diffs]
@@ -225,7 +221,6 @@ def _move(tree: Tree, series: Series, goal_from: Callable[[int], int]) -> int:
         finally:
             if stage == 0:
                 keep.discard()
-        return before
 
 
 class _Originals:

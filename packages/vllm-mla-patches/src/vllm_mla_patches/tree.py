@@ -68,8 +68,8 @@ class Tree:
         record = next((info / "RECORD" for info in _dist_infos(self.root) if (info / "RECORD").is_file()), None)
         if record is None:
             raise TreeNotFoundError(f"{self.root} holds no RECORD of an installed vLLM wheel")
-        with open(record, newline="") as file:
-            listed = {path: digest for path, digest, _ in csv.reader(file) if path.startswith("vllm/")}
+        with open(record, newline="") as lines:
+            listed = {path: digest for path, digest, _ in csv.reader(lines) if path.startswith("vllm/")}
         mismatches = []
         for path, digest in listed.items():
             content = self.read(path)
