@@ -10,75 +10,22 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-import os
 import platform
 import re
-import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from amx_support import HERE, preloaded, python, run
 
 from mla_testing import amx_emulator
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason=f"the emulator is for x86-64, this is {platform.machine()}"
 )
-
-HERE = Path(__file__).parent / "amx_machine"
-SOURCE = Path(amx_emulator.__file__).parents[2]
-ENVIRONMENT = {
-    **{k: v for k, v in os.environ.items() if not k.startswith(("MLA_AMX_EMULATOR", "AMX_KERNELS"))},
-    "PYTHONPATH": os.pathsep.join([str(SOURCE), str(HERE)]),
-}
-
-
-def run(
-    command: Sequence[object], *, expect: int | None = 0, timeout: float = 120, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [str(c) for c in command],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=ENVIRONMENT | variables,
-    )
-    if expect is not None:
-        assert done.returncode == expect, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
-
-
-def python(script: str, *arguments: object, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", script, *arguments], expect=expect)
-
-
-@pytest.fixture(scope="session")
-def compiler() -> str:
-    found = shutil.which("gcc") or shutil.which("cc")
-    if not found:
-        pytest.skip("no C compiler to build the test programs with")
-    return found
-
-
-@pytest.fixture(scope="session")
-def build(compiler, tmp_path_factory):
-    """Compiles one of the programs beside this file, once."""
-    folder = tmp_path_factory.mktemp("amx_machine")
-    built: dict[str, Path] = {}
-
-    def compile_(name: str, *flags: str) -> Path:
-        if name not in built:
-            target = folder / name
-            run([compiler, "-O2", "-Wall", "-Werror", "-pthread", *flags, HERE / f"{name}.c", "-o", target])
-            built[name] = target
-        return built[name]
-
-    return compile_
 
 
 @pytest.fixture(scope="session")
@@ -341,19 +288,6 @@ def test_decoder_takes_no_other_instruction(compiler, library, tmp_path):
 
 
 # ---- Processes and threads -------------------------------------------------------------------------------------------
-
-
-def preloaded(program: Path, *arguments: object, wish: str = "emulate", expect: int | None = 0) -> tuple[str, dict]:
-    report = program.with_suffix(".json")
-    report.unlink(missing_ok=True)
-    done = run(
-        [program, *arguments],
-        expect=expect,
-        LD_PRELOAD=str(amx_emulator.library_path()),
-        MLA_AMX_EMULATOR=wish,
-        MLA_AMX_EMULATOR_REPORT=str(report),
-    )
-    return done.stdout, json.loads(report.read_text()) if report.exists() else {"died": -done.returncode}
 
 
 @pytest.mark.parametrize("attempt", range(3))
