@@ -18,12 +18,24 @@ from amx_kernels import doctor, isa
 PACKAGE = Path(doctor.__file__).parent
 
 
-def call(package_parent: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python -m amx_kernels doctor` with the package at `package_parent`."""
+# Where torch is beside the point it is not imported: that takes seconds each time.
+WITHOUT_TORCH = """
+import sys
+from amx_kernels import doctor
+doctor.DISTRIBUTIONS = tuple(name for name in doctor.DISTRIBUTIONS if name != "torch")
+sys.exit(doctor.main(sys.argv[1:]))
+"""
+
+
+def call(
+    package_parent: Path, *arguments: str, torch: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The doctor of the package at `package_parent`; with torch as `python -m amx_kernels doctor`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AMX_", "LD_PRELOAD"))}
     environment = {**kept, "PYTHONPATH": str(package_parent), **variables}
+    program = ["-m", "amx_kernels", "doctor"] if torch else ["-c", WITHOUT_TORCH]
     return subprocess.run(
-        [sys.executable, "-m", "amx_kernels", "doctor", *arguments],
+        [sys.executable, *program, *arguments],
         env=environment,
         cwd=package_parent,
         capture_output=True,
@@ -48,7 +60,7 @@ def object_for(architecture: str) -> bytes:
 
 
 def test_on_this_machine_as_text_and_json() -> None:
-    text = call(PACKAGE.parent)
+    text = call(PACKAGE.parent, torch=True)
     assert text.returncode == 0, text.stdout + text.stderr
     for section in ("machine", "limits", "instruction sets", "threads", "versions", "vLLM", "environment"):
         assert f"\n{section}\n" in f"\n{text.stdout}"
@@ -56,12 +68,13 @@ def test_on_this_machine_as_text_and_json() -> None:
         assert f" {tier} " in text.stdout
     assert text.stdout.rstrip().endswith("usable: yes")
 
-    as_json = call(PACKAGE.parent, "--json")
+    as_json = call(PACKAGE.parent, "--json", torch=True)
     findings = json.loads(as_json.stdout)
     assert (as_json.returncode, findings["usable"], findings["problems"]) == (0, True, [])
     assert [tier["name"] for tier in findings["isa"]["tiers"]] == list(isa.TIERS)
     assert findings["isa"]["current"] in isa.TIERS
     assert findings["isa"]["library"] == str(isa.LIBRARY)
+    assert findings["extension"]["self_test"] == f"right on {findings['isa']['current']}"
     assert findings["limits"]["cpus_usable"] >= 1
     assert findings["machine"]["executable"] == sys.executable
     if findings["versions"]["torch"]:
@@ -71,7 +84,7 @@ def test_on_this_machine_as_text_and_json() -> None:
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 def test_library_missing(copy: Path, as_json: bool) -> None:
-    done = call(copy.parent, *["--json"][: int(as_json)])
+    done = call(copy.parent, *["--json"][: int(as_json)], torch=True)
     assert done.returncode == 1
     assert f"{copy / 'libamx_kernels.so'} is missing" in done.stdout
     if as_json:
@@ -123,6 +136,15 @@ def test_extension_module_missing(copy: Path) -> None:
     assert done.returncode == 1
     assert "extension module: ImportError" in done.stdout
     assert "portable" in done.stdout
+
+
+def test_kernels_that_compute_wrongly_are_a_problem(copy: Path) -> None:
+    (copy / "ops.py").write_text("convert_weight_packed = bmm_cpu = lambda *arguments: None\n")
+    (copy / "_core.py").write_text("")
+    shutil.copy(isa.LIBRARY, copy)
+    done = call(copy.parent)
+    assert done.returncode == 1
+    assert "extension module: ArithmeticError: a product of ones is wrong on tier" in done.stdout
 
 
 def test_impossible_tier_is_a_problem() -> None:

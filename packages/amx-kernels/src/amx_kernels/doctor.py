@@ -255,10 +255,23 @@ def _child_isa() -> dict[str, Any]:
 
 
 def _child_extension() -> dict[str, Any]:
-    import amx_kernels
-    from amx_kernels import _core
+    """Loads the extension module and multiplies 64 ones by 64 ones on the tier in use, as a user's first call would."""
+    import numpy as np
 
-    return {"module": _core.__file__, "threads": amx_kernels.get_num_threads()}
+    import amx_kernels
+    from amx_kernels import _core, isa
+
+    one, sixty_four = 0x3F80, 0x4280  # bfloat16 bits
+    out = np.zeros((1, 17, 33), np.uint16)
+    weight = amx_kernels.convert_weight_packed(np.full((1, 33, 64), one, np.uint16))
+    amx_kernels.bmm_cpu(out, np.full((1, 17, 64), one, np.uint16), weight, True)
+    if not (out == sixty_four).all():
+        raise ArithmeticError(f"a product of ones is wrong on tier {isa.current()}")
+    return {
+        "module": _core.__file__,
+        "threads": amx_kernels.get_num_threads(),
+        "self_test": f"right on {isa.current()}",
+    }
 
 
 def _child_torch() -> dict[str, Any]:
@@ -449,6 +462,7 @@ def render(findings: dict[str, Any]) -> str:
     section("threads")
     extension = findings["extension"]
     row("extension module", extension.get("module", extension.get("error")))
+    row("self test", extension.get("self_test"))
     row("its own pool", f"{extension['threads']} threads" if "threads" in extension else None)
     if torch is None:
         row("torch", "not installed")
