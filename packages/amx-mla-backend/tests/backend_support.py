@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from mla_testing import bf16, cases, reference, tolerances
 from mla_testing.compare import assert_close
 
@@ -33,25 +34,25 @@ def make_impl(weight: torch.Tensor, dims: SimpleNamespace = DIMS, **overrides: A
     """An impl as MLAAttention builds it; its weights still have to be processed."""
     from amx_mla_backend.impl import AMXMLAImpl
 
-    arguments = dict(
-        num_heads=dims.heads,
-        head_size=dims.rank + dims.rope,
-        scale=(dims.nope + dims.rope) ** -0.5,
-        num_kv_heads=1,
-        alibi_slopes=None,
-        sliding_window=None,
-        kv_cache_dtype="auto",
-        logits_soft_cap=None,
-        attn_type="decoder",
-        kv_sharing_target_layer_name=None,
-        q_lora_rank=None,
-        kv_lora_rank=dims.rank,
-        qk_nope_head_dim=dims.nope,
-        qk_rope_head_dim=dims.rope,
-        qk_head_dim=dims.nope + dims.rope,
-        v_head_dim=dims.v_dim,
-        kv_b_proj=Linear(weight),
-    )
+    arguments = {
+        "num_heads": dims.heads,
+        "head_size": dims.rank + dims.rope,
+        "scale": (dims.nope + dims.rope) ** -0.5,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+        "logits_soft_cap": None,
+        "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None,
+        "q_lora_rank": None,
+        "kv_lora_rank": dims.rank,
+        "qk_nope_head_dim": dims.nope,
+        "qk_rope_head_dim": dims.rope,
+        "qk_head_dim": dims.nope + dims.rope,
+        "v_head_dim": dims.v_dim,
+        "kv_b_proj": Linear(weight),
+    }
     return AMXMLAImpl(**(arguments | overrides))
 
 
@@ -88,17 +89,17 @@ class Batch:
         """The step as vLLM's builder interface describes it."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        arguments = dict(
-            query_start_loc=self.starts,
-            query_start_loc_cpu=self.starts,
-            seq_lens=self.seq_lens,
-            num_reqs=len(self.requests),
-            num_actual_tokens=self.tokens,
-            max_query_len=max(self.new, default=0),
-            max_seq_len=int(self.seq_lens.max()) if self.requests else 0,
-            block_table_tensor=self.block_table,
-            slot_mapping=torch.zeros(self.tokens, dtype=torch.int64),
-        )
+        arguments = {
+            "query_start_loc": self.starts,
+            "query_start_loc_cpu": self.starts,
+            "seq_lens": self.seq_lens,
+            "num_reqs": len(self.requests),
+            "num_actual_tokens": self.tokens,
+            "max_query_len": max(self.new, default=0),
+            "max_seq_len": int(self.seq_lens.max()) if self.requests else 0,
+            "block_table_tensor": self.block_table,
+            "slot_mapping": torch.zeros(self.tokens, dtype=torch.int64),
+        }
         return CommonAttentionMetadata(**(arguments | overrides))
 
     def check(self, output: torch.Tensor, weight: torch.Tensor, scale: float) -> None:
@@ -122,9 +123,10 @@ class Batch:
 
 def make_builder(dims: SimpleNamespace = DIMS, threshold: int = 1) -> Any:
     """A metadata builder without an engine: only what build() reads is set."""
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+
     from amx_mla_backend import kernels
     from amx_mla_backend.metadata import AMXMLAMetadataBuilder
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 
     builder = object.__new__(AMXMLAMetadataBuilder)
     builder.num_heads = dims.heads

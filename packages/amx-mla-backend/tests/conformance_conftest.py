@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import vllm._custom_ops
+
 from amx_mla_backend import ops
 
 CALLS: Counter[str] = Counter()

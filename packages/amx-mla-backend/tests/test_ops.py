@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from amx_mla_backend import ops
 from mla_testing import reference, tolerances
 from mla_testing.compare import assert_close
@@ -50,7 +51,13 @@ def expected(q: torch.Tensor, cache: torch.Tensor, rows: torch.Tensor, lengths: 
     )  # fmt: skip
 
 
-OFF: dict[str, Any] = dict(logit_cap=0.0, is_cross_attn=False, sliding_window_size=0, encoder_lens=None, sinks=None)
+OFF: dict[str, Any] = {
+    "logit_cap": 0.0,
+    "is_cross_attn": False,
+    "sliding_window_size": 0,
+    "encoder_lens": None,
+    "sinks": None,
+}
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

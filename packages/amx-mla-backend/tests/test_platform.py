@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import vllm.platforms
+
 from amx_mla_backend import compat, envs, kernels, platform, register, selection
 
 STOCK_CPU = "vllm.platforms.cpu.CpuPlatform"
@@ -195,12 +196,28 @@ def test_a_failing_registration_leaves_vllm_alone(monkeypatch, said) -> None:
 
 def config(**overrides: Any) -> Any:
     """What selection and the platform read of a VllmConfig; a DeepSeek-V2-Lite by default."""
-    values = dict(
-        use_mla=True, dtype=torch.bfloat16, backend=None, block_size=16, user_specified_block_size=False,
-        cache_dtype="auto", prefix_caching=True, chunked=True, max_tokens=512, custom_ops=["all"], is_hybrid=False,
-        decode_context_parallel_size=1, prefill_context_parallel_size=1,
-    )  # fmt: skip
-    text = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, model_type="deepseek_v2")
+    values = {
+        "use_mla": True,
+        "dtype": torch.bfloat16,
+        "is_hybrid": False,
+        "backend": None,
+        "block_size": 16,
+        "user_specified_block_size": False,
+        "cache_dtype": "auto",
+        "prefix_caching": True,
+        "chunked": True,
+        "max_tokens": 512,
+        "custom_ops": ["all"],
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+    }
+    text = {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "model_type": "deepseek_v2",
+    }
     for name, value in overrides.items():
         (text if name in text or name == "index_topk" else values)[name] = value
     v = SimpleNamespace(**values)
@@ -279,9 +296,16 @@ def test_served_models_keep_the_users_settings(overrides, expected) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [{"use_mla": False}, {"kv_lora_rank": None}, {"is_hybrid": True}, {"backend": "CPU_MLA"}, {"dtype": torch.float16}, {"dtype": torch.float32}],
+    [
+        {"use_mla": False},
+        {"kv_lora_rank": None},
+        {"is_hybrid": True},
+        {"backend": "CPU_MLA"},
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+    ],
     ids=["not-mla", "v4-layout", "hybrid", "cpu-mla", "fp16", "fp32"],
-)  # fmt: skip
+)
 def test_others_stay_with_vllm(overrides) -> None:
     vllm_config, stock = config(**overrides), config(**overrides)
     Ours.check_and_update_config(vllm_config)

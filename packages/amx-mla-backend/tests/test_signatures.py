@@ -33,7 +33,10 @@ BASES = {
     ("attention.py", "AMXMLAAttention"): [(MLA, "MLAAttention")],
     ("attention.py", "AMXMLAWrapper"): [("model_executor/layers/mla.py", "MultiHeadLatentAttentionWrapper")],
     ("prefill.py", "CPUNativeMLAPrefillBackend"): [("v1/attention/backends/mla/prefill/base.py", "MLAPrefillBackend")],
-    ("platform.py", "LatentAttentionPlatform"): [("platforms/cpu.py", "CpuPlatform"), ("platforms/interface.py", "Platform")],
+    ("platform.py", "LatentAttentionPlatform"): [
+        ("platforms/cpu.py", "CpuPlatform"),
+        ("platforms/interface.py", "Platform"),
+    ],
 }
 """Our class -> the vLLM classes it overrides methods of, nearest first."""
 

@@ -7,10 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from amx_mla_backend import weights
 from backend_support import DIMS, Linear, random_weight
 
-NAMES = dict(name="model.layers.7.self_attn.attn", num_heads=DIMS.heads, nope=DIMS.nope, v_dim=DIMS.v_dim, rank=DIMS.rank)
+from amx_mla_backend import weights
+
+NAMES = {
+    "name": "model.layers.7.self_attn.attn",
+    "num_heads": DIMS.heads,
+    "nope": DIMS.nope,
+    "v_dim": DIMS.v_dim,
+    "rank": DIMS.rank,
+}
 
 
 def check(layer: object, expected: torch.Tensor) -> None:

@@ -56,9 +56,13 @@ class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
             if value is not None:
                 raise NotImplementedError(f"AMX_MLA: {name}={value} is not supported, only None")
         if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"AMX_MLA: attn_type={attn_type!r} is not supported, only causal decoder attention")
+            raise NotImplementedError(
+                f"AMX_MLA: attn_type={attn_type!r} is not supported, only causal decoder attention"
+            )
         if kv_cache_dtype not in ("auto", "bfloat16"):
-            raise NotImplementedError(f"AMX_MLA: kv_cache_dtype={kv_cache_dtype!r} is not supported, only 'auto' (bf16)")
+            raise NotImplementedError(
+                f"AMX_MLA: kv_cache_dtype={kv_cache_dtype!r} is not supported, only 'auto' (bf16)"
+            )
         super().__init__(
             num_heads,
             head_size,
@@ -128,7 +132,9 @@ class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
 
     # ---- whole parts of a step --------------------------------------------------------------------------------------
 
-    def decode(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: MLACommonMetadata, output: torch.Tensor) -> None:
+    def decode(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: MLACommonMetadata, output: torch.Tensor
+    ) -> None:
         """The decode tokens of a step: q [T, H, nope + P] unabsorbed, output [T, H, v] written in place."""
         latent = self._absorbed(q)
         attended = torch.empty_like(latent)
@@ -139,7 +145,9 @@ class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
         )  # fmt: skip
         self.project_v(attended.transpose(0, 1), output.transpose(0, 1))
 
-    def prefill(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: MLACommonMetadata, output: torch.Tensor) -> None:
+    def prefill(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: MLACommonMetadata, output: torch.Tensor
+    ) -> None:
         """The other tokens of a step: q [T, H, nope + P] unabsorbed, output [T, H, v] written in place."""
         latent = self._absorbed(q)
         attended = torch.empty_like(latent)

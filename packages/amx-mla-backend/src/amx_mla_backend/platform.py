@@ -98,7 +98,9 @@ class LatentAttentionPlatform:
         scheduler.max_num_batched_tokens = max_tokens
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
         from vllm.config import get_current_vllm_config
 
         if attn_selector_config.use_mla and selection.choose(get_current_vllm_config()).serves:

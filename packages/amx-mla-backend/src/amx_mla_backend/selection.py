@@ -83,7 +83,9 @@ def _refuse_unserved(vllm_config: VllmConfig) -> None:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     text = model.hf_text_config
     if cache.cache_dtype not in ("auto", "bfloat16"):
-        raise ValueError(f"kv_cache_dtype={cache.cache_dtype!r}: AMX_MLA keeps the latent cache in bfloat16; use 'auto'")
+        raise ValueError(
+            f"kv_cache_dtype={cache.cache_dtype!r}: AMX_MLA keeps the latent cache in bfloat16; use 'auto'"
+        )
     if cache.user_specified_block_size and cache.block_size % BLOCK_MULTIPLE:
         raise ValueError(f"block_size={cache.block_size}: AMX_MLA takes multiples of {BLOCK_MULTIPLE}")
     if getattr(text, "index_topk", None):
