@@ -57,5 +57,5 @@ class AMXMLABackend(MLACommonBackend):
 
     @classmethod
     def get_unavailable_reason(cls) -> str | None:
-        """Why this host cannot use the backend; None if it can. Asked by vLLM with the patch series of 0.28.0/0.33.0."""
+        """Why this host cannot use the backend; None if it can. Asked by patched vLLM (0.28.0, 0.33.0)."""
         return kernels.unavailable_reason()

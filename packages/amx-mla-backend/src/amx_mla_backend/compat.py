@@ -4,7 +4,7 @@
 | since | difference | answered by |
 |---|---|---|
 | 0.28.0 | `AMX_MLA` is no attention backend name unless the patch series adds it | `unsupported_reason` |
-| 0.29.0 | stock `AMX_MLA` exists: a platform that stands back must return vLLM's class, not our registration | `stock_path` |
+| 0.29.0 | stock `AMX_MLA` exists: standing back means vLLM's class, not our registration | `stock_path` |
 | patched 0.28.0, 0.33.0 | `MLAAttention` asks the impl to absorb and de-absorb | `impl_owns_projections` |
 """
 

@@ -26,7 +26,7 @@ from amx_mla_backend.log import logger
 
 
 class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
-    """Latent attention on the ops of amx-kernels. Constructor arguments are vLLM's; dimensions come with ``mla_args``."""
+    """Latent attention on the ops of amx-kernels. Constructor arguments are vLLM's; ``mla_args`` hold the dimensions."""
 
     # Asked by MLAAttention. Where it calls absorb_q and project_v (patched vLLM) the impl owns both projections. Where
     # it would call vLLM's own bmm on our packed weights it must not think so; our attention layer calls both itself.

@@ -79,8 +79,8 @@ def cpu_mla_extend(
 
     q_extend [T, H, D] absorbed; k_extend [T, 1, D] and v_extend (its first R columns), or None: the new rows, which
     vLLM has in the cache already, so they are read from there; o_extend [T, H, R], written; k_buffer, v_buffer,
-    req_to_token, req_pool_indices, seq_lens as for decode; extend_seq_lens, extend_start_loc [B]: the new tokens of each
-    request in q_extend; max_len_extend: not read.
+    req_to_token, req_pool_indices, seq_lens as for decode; extend_seq_lens, extend_start_loc [B]: the new tokens of
+    each request in q_extend; max_len_extend: not read.
 
     Raises:
         NotImplementedError: as for decode, or a tree mask was given.

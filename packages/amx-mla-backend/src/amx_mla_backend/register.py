@@ -32,7 +32,7 @@ def platform_plugin() -> str | None:
 
 
 def general_plugin() -> None:
-    """Entry point of ``vllm.general_plugins``: register the backend and the attention layer, if the platform is ours."""
+    """Entry point of ``vllm.general_plugins``: register backend and attention layer, if the platform is ours."""
     try:
         _register()
     except Exception as error:

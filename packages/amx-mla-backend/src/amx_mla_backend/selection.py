@@ -90,8 +90,8 @@ def _refuse_unserved(vllm_config: VllmConfig) -> None:
         raise ValueError(f"block_size={cache.block_size}: AMX_MLA takes multiples of {BLOCK_MULTIPLE}")
     if getattr(text, "index_topk", None):
         raise ValueError(
-            f"index_topk={text.index_topk}: sparse attention is not served on CPU; --hf-overrides '{{\"index_topk\": 0}}' "
-            "runs the model with dense attention (the same result up to that many tokens of context)"
+            f"index_topk={text.index_topk}: sparse attention is not served on CPU; "
+            "--hf-overrides '{\"index_topk\": 0}' runs the model dense (the same up to that many tokens of context)"
         )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:

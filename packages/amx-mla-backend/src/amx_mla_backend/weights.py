@@ -19,7 +19,7 @@ def unwrapped(layer: Any) -> Any:
 def absorbed_projections(
     layer: Any, *, name: str, num_heads: int, nope: int, v_dim: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """W_UK ``[H, R, nope]`` and W_UV ``[H, v_dim, R]``, bf16, contiguous, from ``kv_b_proj`` ``[H * (nope + v_dim), R]``.
+    """W_UK ``[H, R, nope]`` and W_UV ``[H, v_dim, R]``, contiguous bf16, of ``kv_b_proj`` ``[H * (nope + v_dim), R]``.
 
     Quantised checkpoints are dequantised once (to float32, then rounded to bf16); the result equals the dequantised
     checkpoint to bf16 rounding. The raw weight must still be there: vLLM keeps it for MLA (``_cpu_skip_gemm_dispatch``
