@@ -14,6 +14,7 @@ namespace py = pybind11;
 namespace {
 
 int32_t dtype_of(const py::dtype& type) {
+  if (type.byteorder() != '=' && type.byteorder() != '|') return AMXK_OTHER;  // of the other byte order
   const char kind = type.kind();
   const auto size = type.itemsize();
   const auto name = py::cast<std::string>(type.attr("name"));
