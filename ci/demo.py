@@ -102,13 +102,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=None, help="chooses the prompts; another one every time by default")
     parser.add_argument("--kind", default="yarn", help="checkpoint kind (mla_testing.checkpoints)")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "mla-testing" / "checkpoints")
     parser.add_argument("--report", type=Path, default=Path("reports/demo.json"))
     arguments = parser.parse_args()
     seed = secrets.randbelow(1 << 31) if arguments.seed is None else arguments.seed
 
-    print(f"1. A tiny DeepSeek-V2 checkpoint ({arguments.kind}), trained once and kept in {arguments.cache}")
-    model = checkpoints.make(arguments.kind, arguments.cache)
+    print(f"1. A tiny DeepSeek-V2 checkpoint ({arguments.kind}), trained once and kept")
+    model = checkpoints.make(arguments.kind)
 
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         log = Path(folder) / "serve.log"

@@ -376,6 +376,16 @@ def test_selection_table(monkeypatch, tier, mode, backend) -> None:
         assert not call().serves and call().reason
 
 
+@pytest.mark.parametrize("mode", ["auto", "on"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_another_dtype_is_vllms_unless_asked_for(monkeypatch, mode: str, dtype: torch.dtype) -> None:
+    monkeypatch.setenv(envs.MODE.name, mode)
+    choice = selection.choose(config(dtype=dtype))
+    assert not choice.serves and "bfloat16" in choice.reason
+    with pytest.raises(ValueError, match="asked for.*bfloat16"):
+        selection.choose(config(dtype=dtype, backend="AMX_MLA"))
+
+
 def test_backend_per_kind_of_layer() -> None:
     vllm_config = config(backend="FLASHMLA")
     vllm_config.attention_config.backend_per_kind = {"mla_attention": SimpleNamespace(name="CPU_MLA")}

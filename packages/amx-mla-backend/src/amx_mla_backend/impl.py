@@ -26,7 +26,7 @@ from amx_mla_backend.log import logger
 
 
 class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
-    """Latent attention on the ops of amx-kernels. Constructor arguments are vLLM's; ``mla_args`` hold the dimensions."""
+    """Latent attention on the ops of amx-kernels. Arguments are vLLM's; ``mla_args`` hold the dimensions."""
 
     # Asked by MLAAttention. Where it calls absorb_q and project_v (patched vLLM) the impl owns both projections. Where
     # it would call vLLM's own bmm on our packed weights it must not think so; our attention layer calls both itself.
@@ -78,6 +78,8 @@ class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
         )
         self.supports_quant_query_input = False
         self._ops = kernels.load().ops
+        # Libraries from before the op that chooses between the two forms only attend absorbed.
+        self._chooses_form = hasattr(self._ops, "prefill_attention_cpu")
         self.layer_name = "attention"
         self.owns_layer = False
         self._w_uk: torch.Tensor | None = None
@@ -149,11 +151,18 @@ class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: MLACommonMetadata, output: torch.Tensor
     ) -> None:
         """The other tokens of a step: q [T, H, nope + P] unabsorbed, output [T, H, v] written in place."""
+        part = metadata.prefill
+        q_pe = q[..., self.qk_nope_head_dim :]
+        if self._chooses_form:
+            self._ops.prefill_attention_cpu(
+                output, q[..., : self.qk_nope_head_dim], q_pe, kv_cache, part.block_table, part.seq_lens,
+                part.query_start_loc, self._w_uk, self._w_uv, self.scale, part.plan,
+            )  # fmt: skip
+            return
         latent = self._absorbed(q)
         attended = torch.empty_like(latent)
-        part = metadata.prefill
         self._ops.extend_attention_cpu(
-            attended, None, latent, q[..., self.qk_nope_head_dim :], kv_cache, part.block_table, part.seq_lens,
+            attended, None, latent, q_pe, kv_cache, part.block_table, part.seq_lens,
             part.query_start_loc, self.scale, part.plan,
         )  # fmt: skip
         self.project_v(attended.transpose(0, 1), output.transpose(0, 1))

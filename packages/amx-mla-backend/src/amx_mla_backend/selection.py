@@ -68,15 +68,22 @@ def choose(vllm_config: VllmConfig) -> Choice:
     requested = requested_backend(vllm_config)
     if requested == "CPU_MLA":
         return Choice(False, "--attention-backend CPU_MLA was asked for")
+    explicit = requested == "AMX_MLA"
     if model.dtype != torch.bfloat16:
-        return Choice(False, f"the model runs in {str(model.dtype).removeprefix('torch.')}, the kernels in bfloat16")
+        dtype = str(model.dtype).removeprefix("torch.")
+        return _stand_back(f"the model runs in {dtype}, the kernels in bfloat16", refuse=explicit)
     if reason := kernels.unavailable_reason():
-        if mode == "on" or requested == "AMX_MLA":
-            raise ValueError(f"AMX_MLA was asked for: {reason}")
-        return Choice(False, reason)
-    why = "asked for with --attention-backend" if requested == "AMX_MLA" else "the best tier permitted on this host"
+        return _stand_back(reason, refuse=explicit or mode == "on")
+    why = "asked for with --attention-backend" if explicit else "the best tier permitted on this host"
     _refuse_unserved(vllm_config)
     return Choice(True, why)
+
+
+def _stand_back(reason: str, *, refuse: bool) -> Choice:
+    """Leave the model to stock vLLM, or refuse to start where the user asked for this backend by name."""
+    if refuse:
+        raise ValueError(f"AMX_MLA was asked for: {reason}")
+    return Choice(False, reason)
 
 
 def _refuse_unserved(vllm_config: VllmConfig) -> None:

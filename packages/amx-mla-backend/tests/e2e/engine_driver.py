@@ -2,8 +2,11 @@
 """Runs one vLLM engine in a process of its own: jobs in (a JSON file), observations out (another).
 
 Input: {"model", "engine": {LLM arguments}, "emulate": bool, "jobs": {name: {"prompts": [[token ids]], "max_tokens",
-"prompt_logprobs": bool, "alone": bool}}}. Output: {"log", "jobs": {name: [request]}, "layers": {...}}, a request being
-{"prompt", "tokens", "token_logprobs", "prompt_logprobs" (None for the first), "cached"}.
+"prompt_logprobs": bool, "alone": bool}}}.
+
+Output: {"log": [line], "platform": [class name], "layers": {...} (engines in this process), "emulated": {counter: int},
+"jobs": {name: {"requests": [request], "calls": {op: int}}}}, a request being {"prompt", "tokens", "token_logprobs",
+"prompt_logprobs" (None for the first), "cached"}.
 """
 
 from __future__ import annotations
@@ -76,12 +79,14 @@ def main(source: str, target: str) -> None:
         emulation = amx_emulator.emulate()
 
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
 
     lines = Lines()
     logging.getLogger("vllm.amx_mla_backend").addHandler(lines)
     with emulation as counters:
         llm = LLM(model=work["model"], seed=0, disable_log_stats=True, **work["engine"])
-        result: dict[str, Any] = {"jobs": {}, "log": lines.lines}
+        classes = [cls.__name__ for cls in type(current_platform).__mro__]
+        result: dict[str, Any] = {"jobs": {}, "log": lines.lines, "platform": classes}
         calls: Counter[str] = Counter()
         in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
         if in_process:

@@ -74,10 +74,9 @@ ENGINES: dict[str, Engine] = {
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def checkpoint() -> Any:
     """Path of a checkpoint kind, made once and kept between sessions."""
-    cache = Path(os.environ.get("MLA_CHECKPOINTS") or Path.home() / ".cache" / "mla-testing" / "checkpoints")
-    return lambda kind: checkpoints.make(kind, cache)
+    return checkpoints.make
 
 
 @pytest.fixture(scope="session")
@@ -138,3 +137,87 @@ def judge(model: Path, requests: list[dict[str, Any]]) -> Any:
     print(found)
     found.check()
     return found
+
+
+def same_text(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
+    """Two runs of the same prompts differ no more than the agreement allows either of them to be wrong."""
+    differences = []
+    for a, b in zip(first, second, strict=True):
+        assert a["prompt"] == b["prompt"]
+        shared = next((i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if x != y), NEW_TOKENS)
+        pairs = list(zip(a["token_logprobs"][:shared], b["token_logprobs"][:shared], strict=True))
+        if a["prompt_logprobs"] and b["prompt_logprobs"]:
+            pairs += list(zip(a["prompt_logprobs"][1:], b["prompt_logprobs"][1:], strict=True))
+        differences += [abs(x - y) for x, y in pairs]
+        assert shared >= 1
+    differences.sort()
+    median, p99 = differences[len(differences) // 2], differences[int(len(differences) * 0.99)]
+    print(f"{len(differences)} log-probabilities: median difference {median:.4f}, p99 {p99:.4f}")
+    assert median <= agreement.MEDIAN and p99 <= agreement.P99
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("yarn-chunked-block32", "yarn-eager"), ("yarn-tp2", "yarn-eager"), ("rope-compiled", "rope-eager")],
+    ids=["chunks-vs-one-pass", "two-ranks-vs-one", "compiled-vs-eager"],
+)
+def test_two_configurations_say_the_same(run: Any, name: str, other: str) -> None:
+    same_text(run(name)["jobs"]["batch"]["requests"], run(other)["jobs"]["batch"]["requests"])
+
+
+def test_a_ragged_batch_says_what_each_request_says_alone(run: Any, checkpoint: Any) -> None:
+    jobs = run("yarn-eager")["jobs"]
+    judge(checkpoint("yarn"), jobs["alone"]["requests"])
+    same_text(jobs["batch"]["requests"], jobs["alone"]["requests"])
+
+
+def test_a_prefix_cache_hit_says_what_a_miss_says(run: Any, checkpoint: Any) -> None:
+    jobs = run("yarn-eager")["jobs"]
+    (miss,), (hit,) = jobs["miss"]["requests"], jobs["hit"]["requests"]
+    assert miss["cached"] == 0 and hit["cached"] >= 832, "a block of 64 at most is not shared"
+    judge(checkpoint("yarn"), [miss, hit])
+    same_text([miss], [hit])
+
+
+def test_decode_projections_go_through_our_bmm(run: Any) -> None:
+    """One prompt alone: each of its decode steps absorbs and de-absorbs once a layer, with our bmm and nothing else."""
+    calls = run("yarn-eager")["jobs"]["miss"]["calls"]
+    steps = NEW_TOKENS - 1
+    assert calls["decode_attention_cpu"] == LAYERS * steps
+    prefills = calls.get("prefill_attention_cpu", 0)
+    absorbed_prefills = calls.get("extend_attention_cpu", 0)
+    assert prefills + absorbed_prefills == LAYERS  # one chunk
+    assert calls["bmm_cpu"] == 2 * (LAYERS * steps + absorbed_prefills)
+    assert calls["concat_and_cache_mla_cpu"] == LAYERS * (steps + 1)
+
+
+def test_layers_are_ours_and_hold_no_raw_weight(run: Any) -> None:
+    layers = run("yarn-eager")["layers"]
+    assert layers == {"count": LAYERS, "classes": ["AMXMLAAttention"], "raw_weight_elements": 0, "copies": []}
+
+
+def test_one_line_says_who_serves(run: Any) -> None:
+    lines = [line for line in run("yarn-eager")["log"] if "Attention backend" in line]
+    assert len(lines) == 1
+    assert f"AMX_MLA: tier {isa.current()}, 2 threads, block size 64, chunked prefill on, prefix caching on" in lines[0]
+
+
+def test_the_platform_extends_the_one_vllm_would_choose(run: Any) -> None:
+    """With zentorch installed on an AMD host that is ZenCpuPlatform; running this file there is the zentorch cell."""
+    from amx_mla_backend import platform
+
+    names = run("yarn-eager")["platform"]
+    assert names[1] == "LatentAttentionPlatform" and names[2] == platform.detected().rpartition(".")[2]
+
+
+def test_the_forced_tier_serves(run: Any) -> None:
+    assert any(f"tier {second_tier()}," in line for line in run("q_lora-eager-block128-second-tier")["log"])
+
+
+def test_emulated_amx_executes_tiles(run: Any) -> None:
+    """The shipped tile code runs end to end on any machine; on one with AMX the other engines run it natively."""
+    if (mode := amx_emulator.mode()).startswith("unavailable"):
+        pytest.skip(mode)
+    result = run("yarn-emulated-amx")
+    assert any("tier amxbf16," in line for line in result["log"])
+    assert result["emulated"]["TDPBF16PS"] > 0
