@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from calls import attend, plan_of
 
+import amx_kernels
 from mla_testing import bf16, cases, compare, reference, tolerances
 from mla_testing.cases import AttentionCase
 
@@ -227,6 +228,29 @@ def test_neighbours_with_nan_stay_alone(tier, poison):
         np.testing.assert_array_equal(hurt.out[rows], clean.out[rows])
         np.testing.assert_array_equal(hurt.lse[rows], clean.lse[rows])
     assert np.isnan(bf16.to_float32(hurt.out[5:14])).all()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(16, (300, 20), block_size=5),
+        AttentionCase(3, (40, 20), query_lens=(9, 2), rank=33, rope=7),
+        AttentionCase(128, (600, 20), block_size=48),
+    ],
+    ids=lambda case: case.id,
+)
+def test_nothing_of_an_earlier_call_is_read(tier, threads, case):
+    """A call on NaN leaves NaN in every scratch buffer; the next call on the same threads meets none of it."""
+    amx_kernels.set_num_threads(1)
+    poisoned = case.build()
+    for array in (poisoned.q_latent, poisoned.q_pe, poisoned.kv_cache):
+        array[...] = bf16.NAN
+    longer = np.full_like(poisoned.seq_lens, max(case.seq_lens))
+    poisoned.block_table[...] = poisoned.block_table[0]
+    attend(replace(poisoned, seq_lens=longer))
+    data = case.build()
+    attend(data)
+    data.check()
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 30.0])
