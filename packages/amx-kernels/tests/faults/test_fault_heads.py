@@ -62,7 +62,7 @@ def test_padded_heads_never_reach_the_output(tier: str, heads: int, padded: int)
 
 
 def ratio(heads: int, full: int) -> float:
-    """Single-threaded decode over 4,096 keys: time with `heads` heads over that with `full`, least of interleaved runs."""
+    """Single-threaded decode over 4,096 keys: time with `heads` heads over that with `full`, least of several runs."""
     best = {}
     built = {n: AttentionCase(n, (4096,), block_size=64).build() for n in (heads, full)}
     for _ in range(15):

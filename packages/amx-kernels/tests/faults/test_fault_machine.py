@@ -108,7 +108,8 @@ def test_sources_name_no_host_and_open_no_connection() -> None:
 
 #: What a wheel may hold, by distribution; everything else is a surprise.
 ALLOWED = {
-    "amx_kernels": r"amx_kernels/(\w+\.py|py\.typed|(libamx_kernels|_torch|_core\.[\w-]+)\.so|include/amx_kernels/\w+\.h)",
+    "amx_kernels": r"amx_kernels/(\w+\.py|py\.typed|(libamx_kernels|_torch|_core\.[\w-]+)\.so"
+    r"|include/amx_kernels/\w+\.h)",
     "amx_mla_backend": r"amx_mla_backend/(\w+\.py|py\.typed)",
     "mla_testing": r"mla_testing/(\w+/)*(\w+\.py|py\.typed|\w+\.so|[\w.-]+\.(txt|json|md))",
     "vllm_mla_patches": r"vllm_mla_patches/(\w+\.py|py\.typed|patches/(ledger\.toml|[\d.]+/(series|[\w-]+\.patch)))",
