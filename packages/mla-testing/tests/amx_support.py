@@ -40,7 +40,10 @@ def python(script: str, *arguments: object, expect: int | None = 0) -> subproces
     return run([sys.executable, "-c", script, *arguments], expect=expect)
 
 
-def preloaded(program: Path, *arguments: object, wish: str = "emulate", expect: int | None = 0) -> tuple[str, dict]:
+def preloaded(
+    program: Path, *arguments: object, wish: str = "emulate", expect: int | None = 0, patch: str = "1"
+) -> tuple[str, dict]:
+    """Runs a program on the preloaded emulator; its output, and its counters or the signal it died of."""
     report = program.with_suffix(".json")
     report.unlink(missing_ok=True)
     done = run(
@@ -48,6 +51,7 @@ def preloaded(program: Path, *arguments: object, wish: str = "emulate", expect: 
         expect=expect,
         LD_PRELOAD=str(amx_emulator.library_path()),
         MLA_AMX_EMULATOR=wish,
+        MLA_AMX_EMULATOR_PATCH=patch,
         MLA_AMX_EMULATOR_REPORT=str(report),
     )
     return done.stdout, json.loads(report.read_text()) if report.exists() else {"died": -done.returncode}

@@ -28,7 +28,8 @@ AMX_API const char *mla_amx_counter_name(int index);
 AMX_API void mla_amx_counters(uint64_t *out);
 
 AMX_API int mla_amx_set_order(int order);  // enum amx_order; returns the former
-AMX_API int mla_amx_set_patching(int on);  // returns the former
+// 0: rewrite nothing; 1: rewrite; 2: rewrite without /proc/self/mem. Returns the former.
+AMX_API int mla_amx_set_patching(int on);
 // 1: tile data raise #UD until the program asks the kernel for permission. Returns the former.
 AMX_API int mla_amx_set_permission_required(int on);
 // From now on, for this process and its children and for good, requests for AMX permission never reach the kernel

@@ -2,7 +2,7 @@
 #define _GNU_SOURCE
 #include "patch.h"
 
-#include <errno.h>
+#include <cpuid.h>
 #include <fcntl.h>
 #include <linux/membarrier.h>
 #include <sched.h>
@@ -35,23 +35,28 @@ void amx_unlock(void) { atomic_store_explicit(&lock, 0, memory_order_release); }
 // is closed, through mprotect.
 
 static int memory_file = -1;
+int amx_patch_by_mprotect;
 
 static int open_memory(void) {
+    if (amx_patch_by_mprotect) return -1;
     if (memory_file < 0) memory_file = open("/proc/self/mem", O_RDWR | O_CLOEXEC);
     return memory_file;
 }
 
-static int write_code(uint8_t *to, const void *bytes, size_t n) {
-    if (open_memory() >= 0 && pwrite(memory_file, bytes, n, (off_t)(uintptr_t)to) == (ssize_t)n) return 1;
+// protection: what the pages have, and keep.
+static int write_code(uint8_t *to, const void *bytes, size_t n, int protection) {
+    const int file = open_memory();
+    if (file >= 0 && pwrite(file, bytes, n, (off_t)(uintptr_t)to) == (ssize_t)n) return 1;
     const uintptr_t page = (uintptr_t)to & -4096, end = ((uintptr_t)to + n + 4095) & -4096;
-    if (mprotect((void *)page, end - page, PROT_READ | PROT_WRITE | PROT_EXEC)) return 0;
+    if (!(protection & PROT_WRITE) && mprotect((void *)page, end - page, protection | PROT_WRITE)) return 0;
     for (size_t i = 0; i < n; ++i) ((volatile uint8_t *)to)[i] = ((const uint8_t *)bytes)[i];
-    mprotect((void *)page, end - page, PROT_READ | PROT_EXEC);
+    if (!(protection & PROT_WRITE)) mprotect((void *)page, end - page, protection);
     return 1;
 }
 
 static int read_code(const uint8_t *from, void *bytes, size_t n) {
-    if (open_memory() >= 0) return pread(memory_file, bytes, n, (off_t)(uintptr_t)from) == (ssize_t)n;
+    const int file = open_memory();
+    if (file >= 0) return pread(file, bytes, n, (off_t)(uintptr_t)from) == (ssize_t)n;
     memcpy(bytes, from, n);
     return 1;
 }
@@ -65,17 +70,17 @@ static void serialize_all_cores(void) {
 
 // Threads may be running into the five bytes. The first byte traps from the first write to the last, and the handler
 // of such a trap waits for the lock and then finds the site in the table: no thread ever executes a mixture.
-static int rewrite(uint8_t *address, const uint8_t bytes[AMX_MIN_LENGTH]) {
+static int rewrite(uint8_t *address, const uint8_t bytes[AMX_MIN_LENGTH], int protection) {
     const uint8_t trap = TRAP_BYTE;
     uint8_t before;
-    if (!read_code(address, &before, 1) || !write_code(address, &trap, 1)) return 0;
+    if (!read_code(address, &before, 1) || !write_code(address, &trap, 1, protection)) return 0;
     serialize_all_cores();
-    if (!write_code(address + 1, bytes + 1, AMX_MIN_LENGTH - 1)) {
-        write_code(address, &before, 1);
+    if (!write_code(address + 1, bytes + 1, AMX_MIN_LENGTH - 1, protection)) {
+        write_code(address, &before, 1, protection);
         return 0;
     }
     serialize_all_cores();
-    return write_code(address, bytes, 1);
+    return write_code(address, bytes, 1, protection);
 }
 
 // ---- Memory for stubs within reach of a jump ----------------------------------------------------------------------
@@ -95,6 +100,7 @@ static int reachable(const uint8_t *a, const uint8_t *b) {
 // What /proc/self/maps says about a site.
 struct surroundings {
     int shared;      // with other processes, to whom the stub would mean nothing
+    int protection;  // of its pages
     uint8_t *place;  // where a chunk fits, or 0
 };
 
@@ -111,14 +117,16 @@ static int survey(const uint8_t *site, struct surroundings *found) {
     uint64_t best_distance = ~0ull;
     enum { START, END, REST } field = START;
     int stack = 0, permission = 0, known = 0;
-    found->shared = 0;
+    // The site is being executed, whatever the list says (QEMU's user mode leaves the x out).
+    *found = (struct surroundings){.protection = PROT_READ | PROT_EXEC};
     while ((have = read(maps, buffer, sizeof buffer)) > 0) {
         for (ssize_t i = 0; i < have; ++i) {
             const char c = buffer[i];
             if (field == REST) {
-                if (++permission == 4 && start <= (uintptr_t)site && (uintptr_t)site < number) {
+                if (++permission <= 4 && start <= (uintptr_t)site && (uintptr_t)site < number) {
                     known = 1;
-                    found->shared = c == 's';
+                    if (c == 's') found->shared = 1;
+                    if (c == 'w') found->protection |= PROT_WRITE;
                 }
                 if (c == '[') stack = 1;
                 if (stack > 0 && stack < 6) stack = c == "[stack"[stack - 1] ? stack + 1 : 0;
@@ -149,9 +157,7 @@ static int survey(const uint8_t *site, struct surroundings *found) {
     return known;
 }
 
-static uint8_t *new_stub(const uint8_t *site) {
-    struct surroundings around;
-    if (!survey(site, &around) || around.shared) return 0;
+static uint8_t *new_stub(const uint8_t *site, struct surroundings *around) {
     for (uint32_t i = 0; i < chunk_count; ++i)
         if (chunks[i].used + STUB_SIZE <= CHUNK && reachable(chunks[i].start, site)) {
             chunks[i].used += STUB_SIZE;
@@ -159,12 +165,12 @@ static uint8_t *new_stub(const uint8_t *site) {
         }
     if (chunk_count == CHUNKS) return 0;
     for (int attempt = 0; attempt < 8; ++attempt) {
-        uint8_t *place = around.place;
+        uint8_t *place = around->place;
         if (!place) return 0;
         void *got = mmap(place, CHUNK, PROT_READ | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
         if (got != place) {  // another thread was faster, or an old kernel took the place for a hint
             if (got != MAP_FAILED) munmap(got, CHUNK);
-            if (!survey(site, &around)) return 0;
+            if (!survey(site, around)) return 0;
             continue;
         }
         chunks[chunk_count] = (struct chunk){place, STUB_SIZE};
@@ -210,6 +216,8 @@ struct amx_site *amx_faulting_site(const uint8_t *rip) {
 
 static void *entry_for(unsigned op) {
     if (!amx_is_dot(op)) return amx_entry_move;
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;  // nothing to save vectors with
     return __builtin_cpu_supports("avx512bw") ? amx_entry_dot_avx512 : amx_entry_dot_xsave;
 }
 
@@ -218,13 +226,14 @@ static void put32(uint8_t *to, int64_t value) {
     memcpy(to, &v, 4);
 }
 
-static int write_stub(struct amx_site *site) {
+static int write_stub(struct amx_site *site, struct surroundings *around) {
     static const uint8_t step_down[] = {0x48, 0x8d, 0xa4, 0x24, 0x80, 0xff, 0xff, 0xff};
     static const uint8_t step_up[] = {0x48, 0x8d, 0xa4, 0x24, 0x80, 0x00, 0x00, 0x00};
-    uint8_t *stub = site->stub = new_stub(site->address);
-    if (!stub) return 0;
-    uint8_t code[STUB_SIZE] = {0};
     void *entry = entry_for(site->insn.op);
+    uint8_t *stub = entry ? new_stub(site->address, around) : 0;
+    if (!stub) return 0;
+    site->stub = stub;
+    uint8_t code[STUB_SIZE] = {0};
     memcpy(code, step_down, sizeof step_down);
     code[8] = 0xff, code[9] = 0x15;
     put32(code + 10, STUB_ENTRY - STUB_RETURN);
@@ -235,7 +244,7 @@ static int write_stub(struct amx_site *site) {
     code[STUB_UD2] = 0x0f, code[STUB_UD2 + 1] = 0x0b;
     memcpy(code + STUB_SITE, &site, sizeof site);
     memcpy(code + STUB_ENTRY, &entry, sizeof entry);
-    return write_code(stub, code, sizeof code);
+    return write_code(stub, code, sizeof code, PROT_READ | PROT_EXEC);
 }
 
 static void jump_of(const struct amx_site *site, uint8_t jump[AMX_MIN_LENGTH]) {
@@ -243,10 +252,10 @@ static void jump_of(const struct amx_site *site, uint8_t jump[AMX_MIN_LENGTH]) {
     put32(jump + 1, site->stub - (site->address + AMX_MIN_LENGTH));
 }
 
-static int rewrite_into_jump(const struct amx_site *site) {
+static int rewrite_into_jump(const struct amx_site *site, int protection) {
     uint8_t jump[AMX_MIN_LENGTH];
     jump_of(site, jump);
-    return rewrite(site->address, jump);
+    return rewrite(site->address, jump, protection);
 }
 
 int amx_patch(uint8_t *address, const struct amx_insn *insn) {
@@ -264,7 +273,9 @@ int amx_patch(uint8_t *address, const struct amx_insn *insn) {
     *site = (struct amx_site){.address = address, .insn = *insn};
     memcpy(site->original, address, AMX_MIN_LENGTH);
     *slot = ++site_count;
-    site->patched = write_stub(site) && rewrite_into_jump(site);
+    struct surroundings around;
+    site->patched = survey(address, &around) && !around.shared && write_stub(site, &around) &&
+                    rewrite_into_jump(site, around.protection);
     site->refused = !site->patched;
     return site->patched;
 }
@@ -275,8 +286,11 @@ void amx_unpatch_all(void) {
         if (!site->patched) continue;
         uint8_t now[AMX_MIN_LENGTH], jump[AMX_MIN_LENGTH];
         jump_of(site, jump);
-        if (read_code(site->address, now, sizeof now) && !memcmp(now, jump, sizeof jump))
-            rewrite(site->address, site->original);
+        struct surroundings around;
+        if (survey(site->address, &around) && read_code(site->address, now, sizeof now) &&
+            !memcmp(now, jump, sizeof jump)) {
+            rewrite(site->address, site->original, around.protection);
+        }
         site->patched = 0;
     }
 }

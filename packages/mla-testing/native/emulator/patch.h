@@ -13,6 +13,9 @@ struct amx_site {
     uint8_t *stub;
 };
 
+// Nonzero: write code through mprotect alone, which is otherwise the way where /proc/self/mem cannot be written.
+extern int amx_patch_by_mprotect;
+
 // All of these want the lock.
 void amx_lock(void);
 void amx_unlock(void);

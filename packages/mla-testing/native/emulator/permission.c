@@ -33,7 +33,7 @@ static long answer(long code, unsigned long argument) {
     return amx_copy((void *)argument, &mask, sizeof mask) ? -EFAULT : 0;
 }
 
-static void on_sigsys(int sig, siginfo_t *info, void *context) {
+AMX_HANDLER on_sigsys(int sig, siginfo_t *info, void *context) {
     greg_t *regs = ((ucontext_t *)context)->uc_mcontext.gregs;
     if (info->si_code == CODE_SECCOMP && info->si_syscall == SYS_arch_prctl &&
         (regs[REG_RDI] == GET_XCOMP_PERM || regs[REG_RDI] == REQ_XCOMP_PERM)) {

@@ -6,6 +6,7 @@
 //                              kernel would; the request is answered here and never reaches the kernel
 //   MLA_AMX_EMULATOR_ORDER     manual, sequential or vdpbf16ps
 //   MLA_AMX_EMULATOR_PATCH=0   trap at every instruction, rewrite none
+//   MLA_AMX_EMULATOR_PATCH=mprotect  rewrite without /proc/self/mem
 //   MLA_AMX_EMULATOR_REPORT    file that gets the counters as JSON when the program exits ("stderr" too)
 //
 // Loaded by other means and without these variables the library does nothing by itself.
@@ -37,6 +38,7 @@ __attribute__((constructor)) static void preload(void) {
         if (!strcmp(order, orders[i])) mla_amx_set_order(i);
     const char *patch = getenv("MLA_AMX_EMULATOR_PATCH");
     if (patch && !strcmp(patch, "0")) mla_amx_set_patching(0);
+    if (patch && !strcmp(patch, "mprotect")) mla_amx_set_patching(2);
     if (strict) {
         mla_amx_set_permission_required(1);
         const int failed = mla_amx_intercept_permission(0);

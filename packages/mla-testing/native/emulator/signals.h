@@ -4,6 +4,9 @@
 
 #include <signal.h>
 
+// Handlers align their stack themselves: QEMU's user mode enters them with any alignment.
+#define AMX_HANDLER __attribute__((force_align_arg_pointer)) static void
+
 int amx_sigaction(int sig, const struct sigaction *act, struct sigaction *old);
 int amx_sigmask(int how, const sigset_t *set, sigset_t *old);
 

@@ -213,7 +213,7 @@ static const int greg_of[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG
 // How many instructions in a row one trap may execute; bounds the time with signals blocked.
 enum { RUN = 4096 };
 
-static void on_sigill(int sig, siginfo_t *info, void *context) {
+AMX_HANDLER on_sigill(int sig, siginfo_t *info, void *context) {
     const int saved_errno = errno;
     ucontext_t *uc = context;
     uint64_t rip = (uint64_t)uc->uc_mcontext.gregs[REG_RIP];
@@ -297,7 +297,7 @@ static void on_sigill(int sig, siginfo_t *info, void *context) {
     errno = saved_errno;
 }
 
-static void on_memory_fault(int sig, siginfo_t *info, void *context) {
+AMX_HANDLER on_memory_fault(int sig, siginfo_t *info, void *context) {
     const int saved_errno = errno;
     ucontext_t *uc = context;
     const uint64_t rip = (uint64_t)uc->uc_mcontext.gregs[REG_RIP];
@@ -383,7 +383,7 @@ static int handler_in_place(void) {
 
 static struct sigaction around_probe;
 
-static void on_probe(int sig, siginfo_t *info, void *context) {
+AMX_HANDLER on_probe(int sig, siginfo_t *info, void *context) {
     ucontext_t *uc = context;
     if (uc->uc_mcontext.gregs[REG_RIP] == (greg_t)amx_probe_site)
         uc->uc_mcontext.gregs[REG_RIP] = (greg_t)amx_probe_trapped;
@@ -479,8 +479,9 @@ int mla_amx_set_order(int order) {
 }
 
 int mla_amx_set_patching(int on) {
-    const int before = patching;
-    patching = on;
+    const int before = amx_patch_by_mprotect ? 2 : patching;
+    patching = on != 0;
+    amx_patch_by_mprotect = on == 2;
     return before;
 }
 

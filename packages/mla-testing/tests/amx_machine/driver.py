@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a random AMX program and prints what came of every instruction, one JSON line each.
 
-    driver.py <machine.so> <native|trap|step> <seed> <sections> [ordinary|bits]
+    driver.py <machine.so> <native|trap|trap-unpatched|trap-mprotect|step> <seed> <sections>
+              [ordinary|bits] [no-sigsegv]
 
 ``native``: on the AMX unit, after asking the kernel for it. ``trap``: the emulator as programs meet it, three rounds,
-so that instructions are met trapping, freshly patched and in their stubs. ``step``: the emulator's execution alone,
+so that instructions are met trapping, freshly patched and in their stubs (``-unpatched``: never patched;
+``-mprotect``: patched without /proc/self/mem). ``step``: the emulator's execution alone,
 which also covers what an AMX host runs itself. The three must print the same.
 """
 
@@ -18,8 +20,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -93,11 +94,6 @@ class Event(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("signal", "code", "address", "rip")]
 
 
-def vector_level() -> int:
-    flags = Path("/proc/cpuinfo").read_text().split()
-    return 2 if "avx512bw" in flags else 1 if "avx" in flags else 0
-
-
 @dataclass
 class Machine:
     """The arena: page-aligned operands, then a page nobody may touch; a stack; the code."""
@@ -105,7 +101,6 @@ class Machine:
     library: ctypes.CDLL
     mode: str
     rng: random.Random
-    level: int = field(default_factory=vector_level)
 
     ARENA = 1 << 16
 
@@ -131,7 +126,7 @@ class Machine:
 
     def random_state(self) -> State:
         s = State()
-        s.level = self.level
+        s.level = self.library.machine_level()
         for i in range(16):
             s.gpr[i] = self.rng.getrandbits(64)
         s.gpr[RSP] = self.stack + (1 << 15) + 8 * self.rng.randrange(64)
@@ -214,10 +209,10 @@ def config(rows: list[int], colsb: list[int], *, palette: int = 1, start_row: in
     return c
 
 
-def random_config(rng: random.Random) -> tuple[str, bytearray]:
+def random_config(rng: random.Random, sigsegv: bool) -> tuple[str, bytearray]:
     m, n, k = rng.randint(1, 16), rng.randint(1, 16), rng.randint(1, 16)
     rows, colsb = [m] * 4 + [m] * 2 + [k] * 2, [4 * n] * 4 + [4 * k] * 2 + [4 * n] * 2
-    kind = rng.choice(["fitting"] * 6 + ["full", "any", "holes", "odd", "start_row", "bad"])
+    kind = rng.choice(["fitting"] * 6 + ["full", "any", "holes", "odd", "start_row", *["bad"][:sigsegv]])
     if kind == "full":
         rows, colsb = [16] * 8, [64] * 8
     if kind == "any":
@@ -266,7 +261,7 @@ def fill(machine: Machine, kind: str) -> None:
     machine.bytes[:] = data
 
 
-def build(machine: Machine, sections: int) -> None:
+def build(machine: Machine, sections: int, sigsegv: bool) -> None:
     rng = machine.rng
     dump_at, config_at, stored_at = 0x8000, 0x9000, 0xA000
 
@@ -302,7 +297,7 @@ def build(machine: Machine, sections: int) -> None:
         machine.add("STTILECFG", encode(0x49, "66", 0, machine.memory(stored_at, 0, state)), state, read)
 
     for _ in range(sections):
-        load_config(*random_config(rng))
+        load_config(*random_config(rng, sigsegv))
         for _ in range(rng.randint(4, 24)):
             tile = rng.randrange(8)
             state = machine.random_state()
@@ -332,7 +327,7 @@ def build(machine: Machine, sections: int) -> None:
                 machine.add("TILERELEASE", encode(0x49, "", 0, 0), state)
                 for t in range(8):
                     dump(t)
-                load_config(*random_config(rng))
+                load_config(*random_config(rng, sigsegv))
             elif what == "config":
                 store_config()
             elif what == "same":
@@ -342,7 +337,7 @@ def build(machine: Machine, sections: int) -> None:
                 machine.add("TILELOADD", code, state)
                 dump(tile)
                 load_config("full again", config([16] * 8, [64] * 8))
-            elif what == "fault":
+            elif what == "fault" and sigsegv:
                 kind = rng.choice(["guard", "guard store", "non-canonical", "guard config", "null config"])
                 opcode, prefix = STORES["TILESTORED"] if "store" in kind else LOADS["TILELOADD"]
                 if kind.startswith("guard") and "config" not in kind:
@@ -389,7 +384,7 @@ def build(machine: Machine, sections: int) -> None:
         store_config()
 
 
-def main(path: str, mode: str, seed: str, sections: str, values: str = "ordinary") -> None:
+def main(path: str, mode: str, seed: str, sections: str, values: str = "ordinary", faults: str = "") -> None:
     library = ctypes.CDLL(path)
     library.machine_handlers()
     if mode == "native":
@@ -399,12 +394,13 @@ def main(path: str, mode: str, seed: str, sections: str, values: str = "ordinary
         from mla_testing import amx_emulator
 
         amx_emulator.install()
+        emulator().mla_amx_set_patching({"trap-unpatched": 0, "trap-mprotect": 2}.get(mode, 1))
         emulator().mla_amx_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     machine = Machine(library, mode, random.Random(int(seed)))
     fill(machine, values)
     pristine = machine.bytes.copy()
-    build(machine, int(sections))
-    for round_ in range(3 if mode == "trap" else 1):
+    build(machine, int(sections), faults != "no-sigsegv")
+    for round_ in range(3 if mode.startswith("trap") else 1):
         machine.bytes[:] = pristine
         for step in machine.steps:
             print(json.dumps([round_, *step()]))

@@ -114,6 +114,11 @@ void machine_handlers(void) {
 
 long machine_request_permission(void) { return syscall(SYS_arch_prctl, 0x1023, 18L); }
 
+// Which vector registers the machine sets and compares.
+int machine_level(void) {
+    return __builtin_cpu_supports("avx512bw") ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
+}
+
 // Memory for code that is writable and executable.
 void *machine_code(uint64_t bytes) {
     void *got = mmap(0, bytes, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
