@@ -41,7 +41,7 @@ FAILURES = {
     2: r"AssertionError: kv_b_proj_weight\.shape=torch\.Size\(\[0\]\)",
     3: r"NotImplementedError: CPU_NATIVE has no run_prefill_new_tokens",
 }
-# In float32 both sides differ by rounding only, over a few layers: measured 2e-5.
+# Of log-probabilities in float32, where both sides differ by rounding only, over a few layers: measured 2e-5.
 CLOSE = 1e-3
 
 
@@ -155,7 +155,7 @@ def reference_serves(session: Session, checkpoints: dict[str, Path], every_step:
             found = last_json(serve(checkpoints[kind], **REFERENCE_ONLY))
             session.report.setdefault("served", []).append({"patches": count, "rope": kind, **found})
             assert found["block_size"] == 16 and not found["prefix_caching"]
-            assert (found["worst"] <= CLOSE and found["greedy"]) == agrees, found
+            assert (found["worst"] <= CLOSE and found["gap"] <= 2 * CLOSE) == agrees, found
 
 
 def backend_serves(session: Session, checkpoints: dict[str, Path]) -> None:
@@ -172,8 +172,9 @@ def backend_serves(session: Session, checkpoints: dict[str, Path]) -> None:
             assert (found["block_size"] == 16) == is_reference, found
             cached = max(count or 0 for count in found["cached_tokens"])
             assert bool(cached) == ("AMX_MLA" in options), f"{cached} tokens came from the prefix cache"
-            # bfloat16 on both sides: 8 bits of mantissa, and sums in another order.
-            assert found["median"] <= 0.05 and found["greedy"], found
+            # As close to float32 as transformers in bfloat16 is, but for sums in another order.
+            assert found["median"] <= 2 * found["own_median"] + CLOSE, found
+            assert max(found["worst"], found["gap"] / 2) <= 3 * found["own_worst"], found
 
 
 def git_am(session: Session, series: str, root: Path) -> None:
