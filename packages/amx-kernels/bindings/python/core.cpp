@@ -153,6 +153,27 @@ void attention(const py::object& out, const py::object& lse, const py::object& q
   });
 }
 
+void prefill_attention_cpu(const py::object& out, const py::object& lse, const py::object& q_nope,
+                           const py::object& q_pe, const py::object& kv_cache, const py::object& block_table,
+                           const py::object& seq_lens, const py::object& query_start_loc, const py::object& w_uk,
+                           const py::object& w_uv, double scale) {
+  const Array o(out, "out", true), q(q_nope, "q_nope"), pe(q_pe, "q_pe"), cache(kv_cache, "kv_cache"),
+      table(block_table, "block_table"), lens(seq_lens, "seq_lens"), start(query_start_loc, "query_start_loc"),
+      uk(w_uk, "w_uk"), uv(w_uv, "w_uv");
+  const OptionalArray l(lse, "lse", true);
+  call([&](auto* threads, auto* error) {
+    return amxk_prefill_attention(o.get(), l.get(), q.get(), pe.get(), cache.get(), table.get(), lens.get(),
+                                  start.get(), uk.get(), uv.get(), scale, threads, error);
+  });
+}
+
+bool prefill_decompressed(int64_t query, int64_t keys) {
+  amxk_error error = {};
+  int decompressed = 0;
+  check(amxk_prefill_decompressed(query, keys, &decompressed, &error), error);
+  return decompressed != 0;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -162,6 +183,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("concat_and_cache_mla_cpu", concat_and_cache_mla_cpu);
   m.def("plan_attention", plan_attention);
   m.def("attention", attention);
+  m.def("prefill_attention_cpu", prefill_attention_cpu);
+  m.def("prefill_decompressed", prefill_decompressed);
   m.def("set_num_threads", [](int n) {
     amxk_error error = {};
     check(amxk_set_num_threads(n, &error), error);

@@ -132,6 +132,20 @@ void extend_attention_cpu(Tensor out, std::optional<Tensor> lse, Tensor q_latent
   attention(out, lse, q_latent, q_pe, kv_cache, block_table, seq_lens, query_start_loc, scale, plan);
 }
 
+void prefill_attention_cpu(Tensor out, std::optional<Tensor> lse, Tensor q_nope, Tensor q_pe, Tensor kv_cache,
+                           Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor w_uk, Tensor w_uv,
+                           double scale) {
+  const amxk_tensor o = describe(out, "out"), q = describe(q_nope, "q_nope"), pe = describe(q_pe, "q_pe"),
+                    cache = describe(kv_cache, "kv_cache"), table = describe(block_table, "block_table"),
+                    lens = describe(seq_lens, "seq_lens"), start = describe(query_start_loc, "query_start_loc"),
+                    uk = describe(w_uk, "w_uk"), uv = describe(w_uv, "w_uv");
+  const Optional l(lse, "lse");
+  const amxk_parallel threads = torch_threads();
+  amxk_error error = {};
+  check(amxk_prefill_attention(&o, l.get(), &q, &pe, &cache, &table, &lens, &start, &uk, &uv, scale, &threads, &error),
+        error);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(amx_kernels, m) {
@@ -147,6 +161,9 @@ STABLE_TORCH_LIBRARY(amx_kernels, m) {
   m.def(
       "extend_attention_cpu(Tensor(a!) out, Tensor(b!)? lse, Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor "
       "block_table, Tensor seq_lens, Tensor query_start_loc, float scale, Tensor? plan=None) -> ()");
+  m.def(
+      "prefill_attention_cpu(Tensor(a!) out, Tensor(b!)? lse, Tensor q_nope, Tensor q_pe, Tensor kv_cache, Tensor "
+      "block_table, Tensor seq_lens, Tensor query_start_loc, Tensor w_uk, Tensor w_uv, float scale) -> ()");
 }
 
 // Registered for every backend, so that a tensor on another device reaches the message above and not the dispatcher's.
@@ -157,4 +174,5 @@ STABLE_TORCH_LIBRARY_IMPL(amx_kernels, CompositeExplicitAutograd, m) {
   m.impl("plan_attention", TORCH_BOX(&plan_attention));
   m.impl("decode_attention_cpu", TORCH_BOX(&decode_attention_cpu));
   m.impl("extend_attention_cpu", TORCH_BOX(&extend_attention_cpu));
+  m.impl("prefill_attention_cpu", TORCH_BOX(&prefill_attention_cpu));
 }

@@ -2,99 +2,12 @@
 #include <cmath>
 
 #include "base/scratch.h"
-#include "capi/check.h"
+#include "capi/step.h"
 #include "ops/dispatch.h"
 
 namespace amxk {
 namespace {
 
-constexpr int64_t kMaxHeads = 4096;
-constexpr int64_t kMaxWidth = 8192;
-// No real step comes near these; below them sizes and costs cannot overflow.
-constexpr int64_t kMaxRequests = int64_t{1} << 24;
-constexpr int64_t kMaxTokens = int64_t{1} << 40;  // of a step, and keys of a request
-
-// The step's requests, from seq_lens and query_start_loc (or T / num_reqs tokens each), into memory for num_reqs.
-void read_requests(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* query_start_loc, int64_t tokens,
-                   Request* requests) {
-  const int64_t n = seq_lens->sizes[0];
-  int64_t first = 0;
-  if (query_start_loc != nullptr) {
-    first = index_at(query_start_loc, 0);
-    c.require(first == 0, "query_start_loc[0] is %" PRId64 ", expected 0", first);
-  }
-  for (int64_t i = 0; i < n && c.ok(); ++i) {
-    const int64_t next = query_start_loc != nullptr ? index_at(query_start_loc, i + 1) : first + tokens / n;
-    const int64_t keys = index_at(seq_lens, i);
-    c.require(next >= first && next <= tokens,
-              "query_start_loc[%" PRId64 "] is %" PRId64 ", expected between %" PRId64 " (the entry before) and %" PRId64
-              " (tokens)",
-              i + 1, next, first, tokens);
-    c.require(keys >= 0 && keys <= kMaxTokens,
-              "seq_lens[%" PRId64 "] is %" PRId64 ", expected between 0 and %" PRId64, i, keys, kMaxTokens);
-    c.require(keys == 0 || keys >= next - first,
-              "seq_lens[%" PRId64 "] is %" PRId64 ", expected 0 or at least the request's %" PRId64 " new tokens", i,
-              keys, next - first);
-    requests[i] = {first, next - first, keys};
-    first = next;
-  }
-}
-
-void check_lengths(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* query_start_loc, int64_t tokens) {
-  c.index_tensor(seq_lens, "seq_lens", 1);
-  if (!c.ok()) return;
-  const int64_t n = seq_lens->sizes[0];
-  c.require(n <= kMaxRequests, "seq_lens.size(0) is %" PRId64 ", expected at most %" PRId64 " requests", n, kMaxRequests);
-  if (!c.ok()) return;
-  if (query_start_loc != nullptr) {
-    c.index_tensor(query_start_loc, "query_start_loc", 1);
-    if (c.ok()) c.size(query_start_loc, "query_start_loc", 0, n + 1, "requests of seq_lens + 1");
-  } else if (n == 0) {
-    c.require(tokens == 0, "seq_lens is empty, expected a length for each of the requests of %" PRId64 " tokens", tokens);
-  } else {
-    c.require(tokens % n == 0,
-              "%" PRId64 " query tokens for %" PRId64 " requests in seq_lens, expected the same number for each", tokens,
-              n);
-  }
-}
-
-// Every block a live key lies in must exist; entries past a request's length are never looked at.
-void check_blocks(Checker& c, const amxk_tensor* table, const Request* requests, int64_t num_blocks,
-                  int64_t block_size) {
-  const int64_t columns = table->sizes[1];
-  for (int64_t i = 0; i < table->sizes[0] && c.ok(); ++i) {
-    if (requests[i].tokens == 0) continue;
-    const int64_t live = ceil_div(requests[i].keys, block_size);
-    int64_t room = 0;  // for the message
-    if (live > columns && __builtin_mul_overflow(columns, block_size, &room)) room = INT64_MAX;
-    if (!c.require(live <= columns,
-                   "seq_lens[%" PRId64 "] is %" PRId64 ", expected at most %" PRId64
-                   " (block_table columns x block size)",
-                   i, requests[i].keys, room)) {
-      return;
-    }
-    bool bad = false;
-    const int64_t row = i * table->strides[0], step = table->strides[1];
-    if (table->dtype == AMXK_I64) {
-      const int64_t* ids = static_cast<const int64_t*>(table->data) + row;
-      for (int64_t b = 0; b < live; ++b) bad |= static_cast<uint64_t>(ids[b * step]) >= static_cast<uint64_t>(num_blocks);
-    } else {
-      const int32_t* ids = static_cast<const int32_t*>(table->data) + row;
-      const uint32_t limit = static_cast<uint32_t>(min<int64_t>(num_blocks, INT32_MAX));
-      for (int64_t b = 0; b < live; ++b) bad |= static_cast<uint32_t>(ids[b * step]) >= limit;
-    }
-    if (!bad) continue;
-    for (int64_t b = 0; b < live && c.ok(); ++b) {
-      const int64_t at = row + b * step;
-      const int64_t id = table->dtype == AMXK_I64 ? static_cast<const int64_t*>(table->data)[at]
-                                                  : static_cast<const int32_t*>(table->data)[at];
-      c.require(id >= 0 && id < num_blocks,
-                "block_table[%" PRId64 ", %" PRId64 "] is %" PRId64 ", expected between 0 and %" PRId64
-                " (blocks of kv_cache)",
-                i, b, id, num_blocks - 1);
-    }
-  }
-}
 
 // A caller's plan is used only if it is intact and made for exactly these lengths.
 void check_plan(Checker& c, const amxk_tensor* plan, const Request* requests, int64_t num_requests, int64_t heads) {
@@ -225,14 +138,7 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
   p.q_pe = static_cast<const bf16*>(q_pe->data);
   p.q_pe_token = q_pe->strides[0];
   p.q_pe_head = q_pe->strides[1];
-  p.cache = static_cast<const bf16*>(kv_cache->data);
-  p.cache_block = kv_cache->strides[0];
-  p.cache_row = kv_cache->strides[1];
-  p.block_size = block_size;
-  p.block_table = block_table->data;
-  p.table_row = block_table->strides[0];
-  p.table_column = block_table->strides[1];
-  p.table_is_64bit = block_table->dtype == AMXK_I64;
+  p.cache = paged_cache(kv_cache, block_table, latent, rope);
   p.out = static_cast<bf16*>(out->data);
   p.out_token = out->strides[0];
   p.out_head = out->strides[1];

@@ -12,27 +12,6 @@ void check_weight(Checker& c, const amxk_tensor* weight, const char* name) {
   if (c.ok()) c.require(weight->sizes[2] >= 1, "%s.size(2) is 0, expected at least 1", name);
 }
 
-void packed_sizes(int64_t batch, int64_t columns, int64_t depth, int64_t sizes[4]) {
-  sizes[0] = batch;
-  sizes[1] = ceil_div(columns, kGroup);
-  sizes[2] = round_up(depth, kStepK) / 2;
-  sizes[3] = 2 * kGroup;
-}
-
-// A packed tensor must be contiguous and start on a cache line's half at least: B tiles are read as they lie.
-void check_packed(Checker& c, const amxk_tensor* packed, const char* name, const int64_t sizes[4]) {
-  c.tensor(packed, name, AMXK_BF16, 4);
-  static const char* const meaning[] = {"N", "ceil(OUT / 16)", "ceil(IN / 32) * 16", "16 columns of pairs"};
-  for (int d = 0; d < 4 && c.ok(); ++d) c.size(packed, name, d, sizes[d], meaning[d]);
-  if (sizes[0] * sizes[1] == 0) return;
-  int64_t stride = 1;
-  for (int d = 3; d >= 0 && c.ok(); stride *= sizes[d--]) {
-    c.require(packed->strides[d] == stride || sizes[d] <= 1,
-              "%s.stride(%d) is %" PRId64 ", expected %" PRId64 ": packed weights are contiguous", name, d,
-              packed->strides[d], stride);
-  }
-}
-
 }  // namespace
 }  // namespace amxk
 
@@ -51,9 +30,7 @@ extern "C" amxk_code amxk_convert_weight_packed(const amxk_tensor* packed, const
   Checker c("convert_weight_packed", error);
   check_weight(c, weight, "weight");
   if (!c.ok()) return c.code();
-  int64_t sizes[4];
-  packed_sizes(weight->sizes[0], weight->sizes[1], weight->sizes[2], sizes);
-  check_packed(c, packed, "packed", sizes);
+  c.packed_weight(packed, "packed", weight->sizes[0], weight->sizes[1], weight->sizes[2]);
   if (!c.ok()) return c.code();
   const OpTable* ops = current_ops(error);
   if (ops == nullptr) return AMXK_UNSUPPORTED;
@@ -81,9 +58,7 @@ extern "C" amxk_code amxk_bmm(const amxk_tensor* out, const amxk_tensor* mat1, c
   c.size(out, "out", 1, rows, "M of mat1");
   c.require(depth >= 1, "mat1.size(2) is 0, expected at least 1");
   if (is_packed) {
-    int64_t sizes[4];
-    packed_sizes(batch, columns, depth, sizes);
-    if (c.ok()) check_packed(c, mat2, "mat2", sizes);
+    if (c.ok()) c.packed_weight(mat2, "mat2", batch, columns, depth);
   } else if (c.ok()) {
     check_weight(c, mat2, "mat2");
     c.size(mat2, "mat2", 0, batch, "N of mat1");

@@ -87,4 +87,27 @@ bool Checker::size(const amxk_tensor* t, const char* name, int dim, int64_t expe
                          t->sizes[dim], expected, meaning);
 }
 
+void packed_sizes(int64_t batch, int64_t columns, int64_t depth, int64_t sizes[4]) {
+  sizes[0] = batch;
+  sizes[1] = ceil_div(columns, kGroup);
+  sizes[2] = round_up(depth, kStepK) / 2;
+  sizes[3] = 2 * kGroup;
+}
+
+bool Checker::packed_weight(const amxk_tensor* packed, const char* name, int64_t batch, int64_t columns, int64_t depth) {
+  if (!tensor(packed, name, AMXK_BF16, 4)) return false;
+  int64_t sizes[4];
+  packed_sizes(batch, columns, depth, sizes);
+  static const char* const meaning[] = {"N", "ceil(OUT / 16)", "ceil(IN / 32) * 16", "16 columns of pairs"};
+  for (int d = 0; d < 4 && ok(); ++d) size(packed, name, d, sizes[d], meaning[d]);
+  if (sizes[0] * sizes[1] == 0) return ok();
+  int64_t stride = 1;
+  for (int d = 3; d >= 0 && ok(); stride *= sizes[d--]) {
+    require(packed->strides[d] == stride || sizes[d] <= 1,
+              "%s.stride(%d) is %" PRId64 ", expected %" PRId64 ": packed weights are contiguous", name, d,
+              packed->strides[d], stride);
+  }
+  return ok();
+}
+
 }  // namespace amxk

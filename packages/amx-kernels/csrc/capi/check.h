@@ -36,6 +36,8 @@ class Checker {
   // As tensor(), and no two elements of it share memory: it is written by several threads.
   bool output(const amxk_tensor* t, const char* name, int dtype, int ndim);
   bool size(const amxk_tensor* t, const char* name, int dim, int64_t expected, const char* meaning);
+  // A packed [batch, columns, depth] weight: contiguous, because B tiles are read as they lie.
+  bool packed_weight(const amxk_tensor* packed, const char* name, int64_t batch, int64_t columns, int64_t depth);
 
  private:
   bool layout(const amxk_tensor* t, const char* name, int ndim);
@@ -44,6 +46,9 @@ class Checker {
   amxk_error* error_;
   amxk_code code_ = AMXK_OK;
 };
+
+// Sizes of the packed form of a [batch, columns, depth] weight.
+void packed_sizes(int64_t batch, int64_t columns, int64_t depth, int64_t sizes[4]);
 
 // Element i of an int32 or int64 vector.
 AMXK_INLINE int64_t index_at(const amxk_tensor* t, int64_t i) {

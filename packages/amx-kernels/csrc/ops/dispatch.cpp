@@ -9,8 +9,9 @@ namespace amxk {
 #define AMXK_DECLARE_TIER(tier)                            \
   extern const AttentionFunction kAttention_##tier;        \
   extern const BmmFunction kBmm_##tier;                    \
-  extern const PackFunction kPack_##tier;
-#define AMXK_ROW(tier) {kAttention_##tier, kBmm_##tier, kPack_##tier}
+  extern const PackFunction kPack_##tier;                  \
+  extern const PrefillFunction kPrefill_##tier;
+#define AMXK_ROW(tier) {kAttention_##tier, kBmm_##tier, kPack_##tier, kPrefill_##tier}
 
 AMXK_DECLARE_TIER(portable)
 #ifdef AMXK_HAVE_AVX2

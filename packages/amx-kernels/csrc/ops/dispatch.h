@@ -4,6 +4,7 @@
 
 #include "ops/attention/params.h"
 #include "ops/bmm/params.h"
+#include "ops/prefill/params.h"
 
 namespace amxk {
 
@@ -11,6 +12,7 @@ struct OpTable {
   AttentionFunction attention;
   BmmFunction bmm;
   PackFunction pack;
+  PrefillFunction prefill;
 };
 
 // The row of the tier in use; nullptr, with the reason in error, if that tier cannot be resolved.

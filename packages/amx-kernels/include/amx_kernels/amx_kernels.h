@@ -103,6 +103,26 @@ AMXK_API amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* lse
                                   const amxk_tensor* seq_lens, const amxk_tensor* query_start_loc, double scale,
                                   const amxk_tensor* plan, const amxk_parallel* parallel, amxk_error* error);
 
+/*
+ * The same attention in its decompressed form, for prefill: keys and values of every head are expanded from the latent
+ * rows block by block, k = (w_uk . c, k_pe), v = w_uv . c. N: nope dims, E: value dims.
+ * out: [T, H, E] bf16; lse: NULL or [T, H] fp32; q_nope: [T, H, N], q_pe: [T, H, P] bf16; w_uk: packed [H, N, R]; w_uv:
+ * packed [H, E, R]; the rest as in amxk_attention. query_start_loc is required.
+ */
+AMXK_API amxk_code amxk_prefill_attention(const amxk_tensor* out, const amxk_tensor* lse, const amxk_tensor* q_nope,
+                                          const amxk_tensor* q_pe, const amxk_tensor* kv_cache,
+                                          const amxk_tensor* block_table, const amxk_tensor* seq_lens,
+                                          const amxk_tensor* query_start_loc, const amxk_tensor* w_uk,
+                                          const amxk_tensor* w_uv, double scale, const amxk_parallel* parallel,
+                                          amxk_error* error);
+
+/*
+ * Which form serves a request of `query` new tokens and `keys` keys (including them) sooner: 1 decompressed, 0 absorbed.
+ * A function of the two lengths alone (and of AMX_KERNELS_PREFILL=absorbed|decompressed|auto), so that it never changes
+ * with batch mates. Errors: a negative length, an unknown value of the variable.
+ */
+AMXK_API amxk_code amxk_prefill_decompressed(int64_t query, int64_t keys, int* decompressed, amxk_error* error);
+
 #ifdef __cplusplus
 }
 #endif

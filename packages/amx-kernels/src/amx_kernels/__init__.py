@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         extend_attention_cpu,
         get_num_threads,
         plan_attention,
+        prefill_attention_cpu,
+        prefill_decompressed,
         set_num_threads,
     )
 
@@ -35,6 +37,8 @@ __all__ = [
     "get_num_threads",
     "isa",
     "plan_attention",
+    "prefill_attention_cpu",
+    "prefill_decompressed",
     "set_num_threads",
 ]
 

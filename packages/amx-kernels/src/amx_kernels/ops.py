@@ -25,6 +25,8 @@ __all__ = [
     "extend_attention_cpu",
     "get_num_threads",
     "plan_attention",
+    "prefill_attention_cpu",
+    "prefill_decompressed",
     "set_num_threads",
 ]
 
@@ -131,6 +133,38 @@ def extend_attention_cpu(
         raise ValueError("extend_attention_cpu: query_start_loc is None, expected [num_reqs + 1] int32 or int64")
     arrays = map(_array, (out, lse, q_latent, q_pe, kv_cache, block_table, seq_lens, query_start_loc))
     _core.attention(*arrays, scale, _array(plan))
+
+
+def prefill_attention_cpu(
+    out: Array,
+    lse: Array | None,
+    q_nope: Array,
+    q_pe: Array,
+    kv_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    query_start_loc: Array,
+    w_uk: Array,
+    w_uv: Array,
+    scale: float,
+) -> None:
+    """The attention of :func:`extend_attention_cpu` in its decompressed form, with both up-projections inside.
+
+    k = (w_uk . kv_c, k_pe), v = w_uv . kv_c for each head, expanded block by block; s = scale * q . k, out = softmax(s) . v.
+    Cheaper than the absorbed form for prompts; :func:`prefill_decompressed` says when.
+
+    out: [T, H, E] bfloat16, written. lse: [T, H] float32, written, or None. q_nope: [T, H, N], q_pe: [T, H, P] bfloat16.
+    w_uk: packed [H, N, R], w_uv: packed [H, E, R] (:func:`convert_weight_packed`). The rest as in extend_attention_cpu.
+    """
+    arrays = map(_array, (out, lse, q_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, w_uk, w_uv))
+    _core.prefill_attention_cpu(*arrays, scale)
+
+
+def prefill_decompressed(query: int, keys: int) -> bool:
+    """Whether :func:`prefill_attention_cpu` serves `query` new tokens of a sequence of `keys` tokens sooner than
+    the absorbed form. A function of these lengths alone; ``AMX_KERNELS_PREFILL`` = absorbed or decompressed overrides it.
+    """
+    return _core.prefill_decompressed(query, keys)
 
 
 def set_num_threads(num_threads: int) -> None:

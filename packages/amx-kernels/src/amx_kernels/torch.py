@@ -72,3 +72,8 @@ def _(out, lse, q_latent, q_pe, kv_cache, block_table, seq_lens, scale, plan=Non
 def _(out, lse, q_latent, q_pe, kv_cache, block_table, seq_lens, query_start_loc, scale, plan=None):
     _one_device(out=out, lse=lse, q_latent=q_latent, q_pe=q_pe, kv_cache=kv_cache)
     _one_device(out=out, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc, plan=plan)
+
+
+@torch.library.register_fake("amx_kernels::prefill_attention_cpu")
+def _(out, lse, q_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, w_uk, w_uv, scale):
+    _one_device(out=out, q_nope=q_nope, q_pe=q_pe, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens)

@@ -15,18 +15,16 @@
 // than 2^8), which leaves O alone in most blocks and costs no precision, because P's rounding is relative.
 #pragma once
 
-#include <math.h>
-
 #include "base/scratch.h"
+#include "ops/attention/keys-inl.h"
 #include "ops/attention/params.h"
+#include "ops/attention/softmax-inl.h"
 #include "tile/pack-inl.h"
 
 namespace amxk {
 namespace AMXK_TIER {
 namespace {
 
-constexpr int kKeys = 256;          // keys per block
-constexpr float kGrowth = 8.0f;     // log2 of how far a score may exceed the reference maximum
 constexpr int kValuePanels = 4;     // panels of V interleaved together
 
 // The running softmax of a unit: O [columns/16][rows][16], m and l [rows].
@@ -111,33 +109,6 @@ void pack_queries(const AttentionParams& p, const Shape& s, const Unit& u, bf16*
   }
 }
 
-// Where the keys [first, first + n) of a request lie, as groups of 16 rows. A group inside one block is used in place;
-// one that straddles blocks, ends at the sequence's end or has a row width that is not a whole tile step is copied.
-void locate_keys(const AttentionParams& p, const Shape& s, int64_t request, int64_t first, int n, bf16* gather,
-                 RowGroup* groups) {
-  const int64_t width = p.latent + p.rope;
-  for (int g = 0; g < n; g += kGroup) {
-    const int64_t key = first + g;
-    const int64_t offset = key % p.block_size;
-    if (g + kGroup <= n && offset + kGroup <= p.block_size && width == s.width) {
-      const int64_t block = block_id(p, request, key / p.block_size);
-      groups[g / kGroup] = {p.cache + block * p.cache_block + offset * p.cache_row, p.cache_row};
-      continue;
-    }
-    bf16* copy = gather + g * s.width;
-    for (int i = 0; i < kGroup; ++i, copy += s.width) {
-      int64_t filled = 0;
-      if (g + i < n) {
-        const int64_t block = block_id(p, request, (key + i) / p.block_size);
-        memcpy(copy, p.cache + block * p.cache_block + (key + i) % p.block_size * p.cache_row, width * sizeof(bf16));
-        filled = width;
-      }
-      memset(copy + filled, 0, static_cast<size_t>(s.width - filled) * sizeof(bf16));
-    }
-    groups[g / kGroup] = {gather + g * s.width, s.width};
-  }
-}
-
 // Latent columns [32 * first, 32 * (first + pairs)) of `padded` keys (a multiple of 32), interleaved: two panels for each
 // 32 columns. Rows past the last group are zero. next: the groups of the next block, whose rows are fetched meanwhile.
 void interleave_values(const AttentionParams& p, const RowGroup* groups, int num_groups, int padded, int64_t first,
@@ -172,83 +143,6 @@ void interleave_values(const AttentionParams& p, const RowGroup* groups, int num
   }
 }
 
-// Softmax of one panel of 16 rows over `padded` keys (a multiple of 32): scores to probabilities [16, kKeys], updating
-// m and l. spread: in the form for values in place. limit: visible keys of this block per row; masked: some limit is below `padded`. Returns whether O must be
-// multiplied by alpha first.
-bool softmax_panel(float* scores, int padded, const int32_t* limit, bool masked, float scale, float* m, float* l,
-                   float* alpha, bf16* p, [[maybe_unused]] bool spread) {
-  const V c = vset(scale);
-  V top = vset(-INFINITY);
-  if (masked) {
-    for (int k = 0; k < padded; ++k) {
-      const V x = vmask(vload(scores + k * kGroup), k, limit);
-      vstore(scores + k * kGroup, x);
-      top = vmax(top, x);
-    }
-  } else {
-    V top1 = top, top2 = top, top3 = top;
-    for (int k = 0; k < padded; k += 4) {
-      top = vmax(top, vload(scores + k * kGroup));
-      top1 = vmax(top1, vload(scores + (k + 1) * kGroup));
-      top2 = vmax(top2, vload(scores + (k + 2) * kGroup));
-      top3 = vmax(top3, vload(scores + (k + 3) * kGroup));
-    }
-    top = vmax(vmax(top, top1), vmax(top2, top3));
-  }
-  top = vmul(top, c);
-  const V old = vload(m);
-  const V bar = vadd(old, vset(kGrowth));
-  const bool grows = vany_gt(top, bar);
-  V reference = old;
-  if (grows) {
-    reference = vselect_gt(top, bar, top, old);
-    vstore(m, reference);
-    // 2^(-inf - x) is 0; a row that has seen nothing keeps -inf, and 0 stands in for it below.
-    vstore(alpha, vexp2(vsub(old, vselect_gt(reference, vset(-INFINITY), reference, vset(0.0f)))));
-  }
-  const V shift = vselect_gt(reference, vset(-INFINITY), vsub(vset(0.0f), reference), vset(0.0f));
-  V sum = vset(0.0f), sum1 = sum;
-  alignas(64) uint32_t pairs[16 * 16];
-  for (int k = 0; k < padded; k += 2 * kGroup) {
-#ifdef AMXK_VALUES_IN_PLACE
-    if (spread) {
-      float* block = scores + k * kGroup;
-      for (int i = 0; i < 2 * kGroup; i += 2) {
-        const V a = vexp2(vfma(vload(block + i * kGroup), c, shift));
-        const V b = vexp2(vfma(vload(block + (i + 1) * kGroup), c, shift));
-        sum = vadd(sum, a);
-        sum1 = vadd(sum1, b);
-        vstore(block + i * kGroup, a);
-        vstore(block + (i + 1) * kGroup, b);
-      }
-      spread_probabilities(block, p + k / kGroup * kSpreadGroup);
-      spread_probabilities(block + kGroup * kGroup, p + (k / kGroup + 1) * kSpreadGroup);
-      continue;
-    }
-#endif
-    for (int i = 0; i < 2 * kGroup; i += 2) {
-      const V a = vexp2(vfma(vload(scores + (k + i) * kGroup), c, shift));
-      const V b = vexp2(vfma(vload(scores + (k + i + 1) * kGroup), c, shift));
-      sum = vadd(sum, a);
-      sum1 = vadd(sum1, b);
-      store_pairs(pairs + i / 2 * kGroup, a, b);
-    }
-    transpose16(pairs, kGroup, reinterpret_cast<uint32_t*>(p + k), kKeys / 2);
-  }
-  sum = vadd(sum, sum1);
-  vstore(l, grows ? vfma(vload(l), vload(alpha), sum) : vadd(vload(l), sum));
-  return grows;
-}
-
-void scale_rows(float* o, int64_t panels, int64_t o_panel, const float* factor) {
-  for (int64_t n = 0; n < panels; ++n) {
-    for (int r = 0; r < kGroup; ++r) {
-      float* row = o + n * o_panel + r * kGroup;
-      vstore(row, vmul(vload(row), vset(factor[r])));
-    }
-  }
-}
-
 // The softmax state of a unit's rows over the keys [begin, end).
 void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t begin, int64_t end, Worker& w,
             const State& state) {
@@ -266,7 +160,7 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
     Block& block = blocks[which];
     block.keys = static_cast<int>(max<int64_t>(0, min<int64_t>(kKeys, end - first)));
     block.num_groups = static_cast<int>(ceil_div(block.keys, kGroup));
-    locate_keys(p, s, u.request, first, block.keys, w.gather[which], block.groups);
+    locate_keys(p.cache, u.request, first, block.keys, s.width, w.gather[which], block.groups);
   };
   const int steps_q = static_cast<int>(s.width_steps);
 #ifdef AMXK_VALUES_IN_PLACE

@@ -8,17 +8,27 @@
 
 namespace amxk {
 
+// A paged cache of latent rows and the step's table of its blocks.
+struct PagedCache {
+  const bf16* data;  // [num_blocks, block_size, R + P]
+  int64_t block_stride, row_stride, block_size;
+  const void* table;  // [num_reqs, max_blocks], int32 or int64
+  int64_t table_row, table_column;
+  bool table_is_64bit;
+  int32_t latent, rope;  // R, P
+};
+
+AMXK_INLINE int64_t block_id(const PagedCache& c, int64_t request, int64_t block) {
+  const int64_t i = request * c.table_row + block * c.table_column;
+  return c.table_is_64bit ? static_cast<const int64_t*>(c.table)[i] : static_cast<const int32_t*>(c.table)[i];
+}
+
 struct AttentionParams {
   const bf16* q_latent;  // [T, H, R]
   int64_t q_latent_token, q_latent_head;
   const bf16* q_pe;  // [T, H, P]
   int64_t q_pe_token, q_pe_head;
-  const bf16* cache;  // [num_blocks, block_size, R + P]
-  int64_t cache_block, cache_row;
-  int64_t block_size;
-  const void* block_table;  // [num_reqs, max_blocks], int32 or int64
-  int64_t table_row, table_column;
-  bool table_is_64bit;
+  PagedCache cache;
   bf16* out;  // [T, H, R]
   int64_t out_token, out_head;
   float* lse;  // [T, H] or nullptr
@@ -28,12 +38,6 @@ struct AttentionParams {
   PlanView plan;
   Parallel parallel;
 };
-
-AMXK_INLINE int64_t block_id(const AttentionParams& p, int64_t request, int64_t block) {
-  const int64_t i = request * p.table_row + block * p.table_column;
-  return p.table_is_64bit ? static_cast<const int64_t*>(p.block_table)[i]
-                          : static_cast<const int32_t*>(p.block_table)[i];
-}
 
 // Returns AMXK_OK, or AMXK_INTERNAL if scratch memory ran out.
 using AttentionFunction = amxk_code (*)(const AttentionParams&);
