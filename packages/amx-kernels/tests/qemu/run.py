@@ -263,9 +263,21 @@ def test_aarch64(tally: Tally) -> None:
     subprocess.run([cmake, "-S", PACKAGE, "-B", build, *configure, *options], check=True, stdout=subprocess.DEVNULL)
     subprocess.run([cmake, "--build", build, "--parallel"], check=True, stdout=subprocess.DEVNULL)
     build_runner(compiler, build / "runner", build / "libamx_kernels.so")
-    run_cases(
-        tally, "aarch64", [qemu, "-L", "/usr/aarch64-linux-gnu", str(build / "runner")], "portable", clean_environment()
-    )
+    runner = [qemu, "-L", "/usr/aarch64-linux-gnu", str(build / "runner")]
+
+    def refuses(tier: str) -> None:
+        environment = {**clean_environment(), "AMX_KERNELS_ISA": tier}
+        command = [*runner, os.devnull, os.devnull]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        expect(done.returncode, 2)
+        wanted = (
+            f'AMX_KERNELS_ISA is "{tier}", which cannot be used: not compiled into this build (usable here: portable)'
+        )
+        expect(done.stderr.strip(), f"runner: {wanted}")
+
+    for tier in isa.TIERS[1:]:
+        tally.check(f"aarch64 refuses {tier}", lambda tier=tier: refuses(tier))
+    run_cases(tally, "aarch64", runner, "portable", clean_environment())
 
 
 def build_runner(compiler: str, target: Path, library: Path) -> None:
