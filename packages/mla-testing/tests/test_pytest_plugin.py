@@ -204,10 +204,18 @@ def test_native_where_it_can_be(inner, grantable):
     assert "this process already has AMX permission" in out
 
 
-def test_permission_granted_during_the_run_fails_it(inner, grantable):
+MORE = "\ndef test_more(tier): ctypes.CDLL(None).syscall(158, 0x1023, ctypes.c_ulong(18))\n"
+
+
+def test_permission_asked_for_during_an_emulated_run_is_refused(inner):
+    status, out = inner(GOOD + MORE, "--amx=emulated")
+    assert status == 0, out
+
+
+def test_permission_granted_during_an_emulated_run_fails_it(inner, grantable):
     if not grantable:
         pytest.skip("AMX permission cannot be had here")
-    tests = GOOD + "\ndef test_more(tier): ctypes.CDLL(None).syscall(158, 0x1023, ctypes.c_ulong(18))\n"
-    status, out = inner(tests, "--amx=emulated")
+    unfiltered = "from mla_testing import amx_emulator; amx_emulator.deny_amx_permission = lambda: None"
+    status, out = inner(GOOD + MORE, "--amx=emulated", first=unfiltered)
     assert status == 1
     assert "FAILED: the emulation was lost: " in out

@@ -6,12 +6,14 @@ the reason, except ``amxbf16``: where the machine permits AMX it runs natively, 
 :mod:`mla_testing.amx_emulator`. The summary says per tier how many tests ran and which AMX instructions they executed;
 the run fails if an ``amxbf16`` test was skipped, or if under emulation they executed no TDPBF16PS at all.
 
-``--amx=native`` and ``--amx=emulated`` force one or the other. On a machine with AMX, ``emulated`` means that the
-process must never ask the kernel for the tile state: AMX_KERNELS_EMULATED=1 is set for that.
+``--amx=native`` and ``--amx=emulated`` force one or the other. On a machine with AMX, emulation ends as soon as anybody
+in the process asks the kernel for the tile state, and torch does so at its first bf16 matrix product. Hence
+AMX_KERNELS_EMULATED=1 is set, and further requests, of this process and its children, are refused with EPERM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -65,6 +67,10 @@ class AmxRun:
         self.counts: dict[str, Counter[str]] = {}
         if self.how == "emulated":
             os.environ["AMX_KERNELS_EMULATED"] = "1"
+            if self.mode == "emulated-on-amx":
+                # Where filters are forbidden, a lost emulation is still noticed.
+                with contextlib.suppress(OSError):
+                    amx_emulator.deny_amx_permission()
             amx_emulator.install(order=order)
 
     @property
