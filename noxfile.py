@@ -98,7 +98,7 @@ def serve(session: nox.Session) -> None:
     """Serves your model: nox -s serve -- MODEL [vllm options]."""
     if not session.posargs:
         session.error("name a model: nox -s serve -- MODEL [vllm options]")
-    ready(session).run("-m", "vllm.entrypoints.cli.main", "serve", *session.posargs)
+    ready(session).run("ci/serving.py", *session.posargs)
 
 
 @nox.session
