@@ -10,16 +10,16 @@ it would have said there. With a right backend in bfloat16
   the median and 0.2 at the 99th percentile.
 
     reference = Reference(checkpoint_folder)
-    agreement = compare_with_transformers(reference, [Served(prompt_ids, token_ids, logprobs)])
-    assert agreement.ok, agreement.explain()
+    found = compare_with_transformers(reference, [Served(prompt, tokens, token_logprobs, prompt_logprobs)])
+    found.check()
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "GREEDY_MATCH",
     "MARGIN",
-    "MEDIAN_LIMIT",
-    "MIN_GREEDY_MATCH",
-    "P99_LIMIT",
+    "MEDIAN",
+    "P99",
     "Agreement",
-    "LogprobDiff",
     "Reference",
     "Served",
     "compare_with_transformers",
     "from_vllm",
 ]
 
+#: The rules.
 MARGIN = 0.3
-MIN_GREEDY_MATCH = 0.98
-MEDIAN_LIMIT, P99_LIMIT = 0.05, 0.2
+GREEDY_MATCH = 0.98
+MEDIAN, P99 = 0.05, 0.2
 
 
 @dataclass(frozen=True)
@@ -51,65 +51,61 @@ class Served:
     Attributes:
         prompt: token ids of the prompt, BOS included.
         tokens: token ids of the served text.
-        logprobs: natural-log probability of each served token, or None if they were not asked for.
-        prompt_logprobs: that of each prompt token but the first (len(prompt) - 1 of them), or None.
+        token_logprobs: natural-log probability of each served token, or None if they were not asked for.
+        prompt_logprobs: that of each prompt token, the first None (nothing precedes it), or None altogether.
         name: shown in messages.
     """
 
     prompt: Sequence[int]
     tokens: Sequence[int]
-    logprobs: Sequence[float] | None = None
-    prompt_logprobs: Sequence[float] | None = None
+    token_logprobs: Sequence[float] | None = None
+    prompt_logprobs: Sequence[float | None] | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name, values, count in (
-            ("logprobs", self.logprobs, len(self.tokens)),
-            ("prompt_logprobs", self.prompt_logprobs, len(self.prompt) - 1),
-        ):
-            if values is not None and len(values) != count:
-                raise ValueError(f"{name} has {len(values)} entries, expected {count}")
         if not self.prompt:
             raise ValueError("prompt is empty, expected at least one token (BOS)")
+        for name, values, of in (
+            ("token_logprobs", self.token_logprobs, self.tokens),
+            ("prompt_logprobs", self.prompt_logprobs, self.prompt),
+        ):
+            if values is not None and len(values) != len(of):
+                raise ValueError(f"{name} has {len(values)} entries, expected {len(of)}")
 
-
-@dataclass(frozen=True)
-class LogprobDiff:
-    """Absolute differences of log-probabilities."""
-
-    median: float
-    p99: float
-    max: float
+    @classmethod
+    def of(cls, mapping: Mapping[str, Any]) -> Served:
+        """From a mapping with these names; others in it are ignored."""
+        return cls(**{f.name: mapping[f.name] for f in fields(cls) if f.name in mapping})
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The outcome over all requests given. ``ok`` is the verdict, ``explain()`` says why."""
+    """The outcome over all requests given. ``ok`` is the verdict, the string says why, ``check()`` insists."""
 
     ok: bool
     requests: int
     tokens: int
     #: Share of served tokens that are transformers' likeliest.
     greedy_match: float
-    #: None: no log-probabilities were given.
-    logprob_diff: LogprobDiff | None
+    #: Absolute differences of log-probabilities; None where none were given.
+    median: float | None
+    p99: float | None
+    max: float | None
     #: Each rule that was broken, in words; the first offending token is named.
-    faults: tuple[str, ...] = field(default=())
+    faults: tuple[str, ...] = ()
 
-    def explain(self) -> str:
-        """The figures, then every broken rule, a line each."""
+    def __str__(self) -> str:
         text = f"{self.requests} requests, {self.tokens} tokens served, {self.greedy_match:.2%} transformers' likeliest"
-        if self.logprob_diff is not None:
-            diff = self.logprob_diff
+        if self.median is not None:
             text += (
-                f", log-probabilities differ by {diff.median:.4f} (median) {diff.p99:.4f} (p99) {diff.max:.4f} (max)"
+                f"; log-probabilities differ by {self.median:.4f} (median) {self.p99:.4f} (p99) {self.max:.4f} (max)"
             )
         return "\n".join([text, *self.faults])
 
-    def report(self) -> dict[str, Any]:
-        """For JSON: ok, greedy_match, logprob_diff {median, p99, max}."""
-        diff = asdict(self.logprob_diff) if self.logprob_diff is not None else None
-        return {"ok": self.ok, "greedy_match": self.greedy_match, "logprob_diff": diff}
+    def check(self) -> None:
+        """Raise AssertionError unless ``ok``."""
+        if not self.ok:
+            raise AssertionError(f"served text disagrees with transformers\n{self}")
 
 
 @dataclass(frozen=True)
@@ -129,8 +125,7 @@ class Reference:
 
     Args:
         checkpoint: folder of the checkpoint; its bfloat16 weights are widened exactly.
-        cache_dir: where scores are kept between processes; default: beside the checkpoint. None at call time of
-            :meth:`scores` is never needed: equal sequences are computed once.
+        cache_dir: where scores are kept between processes; default: in the checkpoint's folder.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> None:
@@ -195,20 +190,14 @@ class Reference:
 
 
 def compare_with_transformers(
-    reference: Reference | str | os.PathLike[str],
-    served: Sequence[Served],
-    *,
-    margin: float = MARGIN,
-    min_greedy_match: float = MIN_GREEDY_MATCH,
-    median_limit: float = MEDIAN_LIMIT,
-    p99_limit: float = P99_LIMIT,
+    reference: Reference | str | os.PathLike[str], served: Sequence[Served | Mapping[str, Any]]
 ) -> Agreement:
     """Judge served requests, all together.
 
     Args:
         reference: a :class:`Reference`, or the folder of the checkpoint served.
-        served: the requests. Requests without served tokens count by their prompt_logprobs alone.
-        margin, min_greedy_match, median_limit, p99_limit: the rules; see the module.
+        served: the requests, as :class:`Served` or as mappings with its names. Requests without served tokens count by
+            their prompt_logprobs alone.
 
     Returns:
         The verdict. Log-probabilities that are not finite are faults.
@@ -218,45 +207,46 @@ def compare_with_transformers(
     faults: list[str] = []
     differences: list[NDArray[np.float64]] = []
     matches = total = wrong = 0
-    for index, request in enumerate(served):
+    for index, given in enumerate(served):
+        request = given if isinstance(given, Served) else Served.of(given)
         name = request.name or f"request {index}"
         scores = reference.scores([*request.prompt, *request.tokens])
         first = len(request.prompt) - 1
         rank, below = scores.rank[first:], scores.margin[first:]
         total += len(request.tokens)
         matches += int((rank == 0).sum())
-        bad = np.flatnonzero((rank > 1) | ((rank == 1) & (below >= margin)))
+        bad = np.flatnonzero((rank > 1) | ((rank == 1) & (below >= MARGIN)))
         wrong += len(bad)
         if len(bad) and not any("served token" in fault for fault in faults):
             at = int(bad[0])
             faults.append(
                 f"{name}: served token {at} is {request.tokens[at]}, transformers' number {int(rank[at]) + 1}, "
-                f"{below[at]:.3f} below its likeliest {int(scores.likeliest[first + at])}; the second within {margin} "
+                f"{below[at]:.3f} below its likeliest {int(scores.likeliest[first + at])}; the second within {MARGIN} "
                 f"is right (context of {len(request.prompt) + at} tokens)"
             )
-        for kind, given, expected in (
-            ("token", request.logprobs, scores.logprobs[first:]),
-            ("prompt token", request.prompt_logprobs, scores.logprobs[:first]),
+        for kind, offset, values, expected in (
+            ("token", 0, request.token_logprobs, scores.logprobs[first:]),
+            ("prompt token", 1, request.prompt_logprobs and request.prompt_logprobs[1:], scores.logprobs[:first]),
         ):
-            if given is None:
+            if values is None:
                 continue
-            values = np.asarray(given, np.float64)
-            if not np.isfinite(values).all():
-                at = int(np.flatnonzero(~np.isfinite(values))[0])
-                faults.append(f"{name}: the log-probability of {kind} {at} is {values[at]}")
-            difference = np.abs(values - expected)
+            actual = np.asarray(values, np.float64)
+            if not np.isfinite(actual).all():
+                at = int(np.flatnonzero(~np.isfinite(actual))[0])
+                faults.append(f"{name}: the log-probability of {kind} {at + offset} is {actual[at]}")
+            difference = np.abs(actual - expected)
             differences.append(difference[np.isfinite(difference)])
     if wrong > 1:
-        faults.append(f"{wrong} of {total} served tokens are neither the likeliest nor the second within {margin}")
+        faults.append(f"{wrong} of {total} served tokens are neither the likeliest nor the second within {MARGIN}")
     greedy_match = matches / total if total else 1.0
-    if greedy_match < min_greedy_match:
+    if greedy_match < GREEDY_MATCH:
         faults.append(
-            f"{greedy_match:.2%} of the served tokens are the likeliest, at least {min_greedy_match:.0%} is right"
+            f"{greedy_match:.2%} of the served tokens are the likeliest, at least {GREEDY_MATCH:.0%} is right"
         )
-    diff = None
+    median = p99 = largest = None
     if differences and (every := np.concatenate(differences)).size:
-        diff = LogprobDiff(float(np.median(every)), float(np.percentile(every, 99)), float(every.max()))
-        for name, value, limit in (("median", diff.median, median_limit), ("p99", diff.p99, p99_limit)):
+        median, p99, largest = float(np.median(every)), float(np.percentile(every, 99)), float(every.max())
+        for name, value, limit in (("median", median, MEDIAN), ("99th percentile", p99, P99)):
             if value > limit:
                 faults.append(f"log-probabilities differ by {value:.4f} in the {name}, at most {limit} is right")
     return Agreement(
@@ -264,18 +254,19 @@ def compare_with_transformers(
         requests=len(served),
         tokens=total,
         greedy_match=greedy_match,
-        logprob_diff=diff,
+        median=median,
+        p99=p99,
+        max=largest,
         faults=tuple(faults),
     )
 
 
 def from_vllm(output: Any, name: str = "") -> Served:
-    """A :class:`Served` from a ``vllm.RequestOutput`` (its first completion), with whatever log-probabilities it has."""
+    """A :class:`Served` from a ``vllm.RequestOutput`` (its first completion), with the log-probabilities it has."""
     completion = output.outputs[0]
     prompt, tokens = list(output.prompt_token_ids), list(completion.token_ids)
 
-    def of(entries: Any, ids: Sequence[int]) -> list[float] | None:
-        return None if entries is None else [e[t].logprob for e, t in zip(entries, ids, strict=True)]
+    def of(entries: Any, ids: Sequence[int]) -> list[float | None] | None:
+        return [e and e[t].logprob for e, t in zip(entries, ids, strict=True)] if entries else None
 
-    prompt_entries = output.prompt_logprobs[1:] if output.prompt_logprobs else None
-    return Served(prompt, tokens, of(completion.logprobs, tokens), of(prompt_entries, prompt[1:]), name)
+    return Served(prompt, tokens, of(completion.logprobs, tokens), of(output.prompt_logprobs, prompt), name)
