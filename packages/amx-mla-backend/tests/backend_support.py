@@ -121,8 +121,8 @@ class Batch:
         assert_close(output, expected.out, tol=tolerances.prefill(expected), what="attention output")
 
 
-def make_builder(dims: SimpleNamespace = DIMS, threshold: int = 1) -> Any:
-    """A metadata builder without an engine: only what build() reads is set."""
+def make_builder(dims: SimpleNamespace = DIMS, threshold: int = 1, decompressed: Any = None) -> Any:
+    """A metadata builder without an engine: only what build() reads is set. decompressed: another rule of the form."""
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 
     from amx_mla_backend import kernels
@@ -134,5 +134,6 @@ def make_builder(dims: SimpleNamespace = DIMS, threshold: int = 1) -> Any:
     builder.q_data_type = torch.bfloat16
     builder.model_config = SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: dims.rank + dims.rope)
     builder.metadata_cls = MLACommonMetadata
-    builder._plan = kernels.load().ops.plan_attention
+    library = kernels.load()
+    builder._plan, builder._decompressed = library.ops.plan_attention, decompressed or library.decompressed
     return builder

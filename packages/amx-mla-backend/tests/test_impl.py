@@ -34,13 +34,26 @@ BATCHES = {
 }
 
 
+FORMS = {"absorbed": lambda query, keys: False, "decompressed": lambda query, keys: True, "chosen": None}
+
+
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("block_size", [32, 64, 128])
-def test_forward_matches_float64(vllm_config, requests: list[tuple[int, int]], block_size: int) -> None:
+def test_forward_matches_float64(vllm_config, requests: list[tuple[int, int]], form: Any, block_size: int) -> None:
     batch, weight = Batch(requests, block_size=block_size), random_weight()
     impl = make_impl(weight)
     impl.process_weights_after_loading(torch.bfloat16)
-    batch.check(forward(impl, batch, make_builder()), weight, impl.scale)
+    batch.check(forward(impl, batch, make_builder(decompressed=form)), weight, impl.scale)
+
+
+def test_runs_of_both_forms_in_one_step(vllm_config) -> None:
+    batch, weight = Batch([(9, 1), (0, 33), (200, 3), (100, 2), (0, 65)]), random_weight()
+    impl = make_impl(weight)
+    impl.process_weights_after_loading(torch.bfloat16)
+    builder = make_builder(decompressed=lambda query, keys: query > 3)
+    assert len(builder.build(0, batch.common()).prefill.runs) == 3
+    batch.check(forward(impl, batch, builder), weight, impl.scale)
 
 
 SHAPES = {  # real models' dimensions, with fewer heads
@@ -200,19 +213,22 @@ def test_a_bypassing_model_is_told_once(vllm_config, monkeypatch) -> None:
 
 
 def test_projections_go_through_our_bmm(vllm_config) -> None:
-    """One absorb and one de-absorb a part, one attention call a part: counted at the ops."""
-    batch, weight = Batch(BATCHES["mixed"]), random_weight()
+    """One absorb and one de-absorb with our bmm around every absorbed call, none else: counted at the ops."""
+    batch, weight = Batch([(9, 1), (257, 1), (0, 33), (100, 2)]), random_weight()
     impl = make_impl(weight)
     impl.process_weights_after_loading(torch.bfloat16)
     counter = CountingOps(impl._ops)
     impl._ops = counter
-    builder = make_builder()
+    builder = make_builder(decompressed=lambda query, keys: query > 3)
     builder._plan = counter.plan_attention
     batch.check(forward(impl, batch, builder), weight, impl.scale)
-    attention = counter.calls.pop("prefill_attention_cpu", 0) + counter.calls.pop("extend_attention_cpu", 0)
-    assert attention == 1
-    assert counter.calls == {"plan_attention": 2, "decode_attention_cpu": 1, "bmm_cpu": counter.calls["bmm_cpu"]}
-    assert counter.calls["bmm_cpu"] >= 2
+    assert counter.calls == {
+        "plan_attention": 2,
+        "decode_attention_cpu": 1,
+        "extend_attention_cpu": 1,
+        "prefill_attention_cpu": 1,
+        "bmm_cpu": 4,
+    }
 
 
 class CountingOps:

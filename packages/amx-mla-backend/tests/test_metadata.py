@@ -47,12 +47,40 @@ def test_split(new: list[int], threshold: int, expected: tuple[int, int]) -> Non
         assert torch.equal(metadata.prefill.block_table, batch.block_table[decodes:])
 
 
+def test_runs_are_cut_where_the_form_changes() -> None:
+    """Forms D D A A D after one decode: three runs that tile the prefill part, plans for the absorbed one only."""
+    batch = Batch([(7, 1), (0, 40), (0, 50), (90, 2), (80, 3), (0, 60)])
+    builder = make_builder(decompressed=lambda query, keys: query >= 40)
+    runs = builder.build(0, batch.common()).prefill.runs
+    assert [(run.tokens, run.decompressed) for run in runs] == [
+        (slice(0, 90), True),
+        (slice(90, 95), False),
+        (slice(95, 155), True),
+    ]
+    assert [run.query_start_loc.tolist() for run in runs] == [[0, 40, 90], [0, 2, 5], [0, 60]]
+    assert [run.seq_lens.tolist() for run in runs] == [[40, 50], [92, 83], [60]]
+    assert [run.plan is not None for run in runs] == [False, True, False]
+    assert torch.equal(torch.cat([run.block_table for run in runs]), batch.block_table[1:])
+
+
+def test_the_form_follows_a_requests_own_lengths() -> None:
+    """The rule is asked once a request and step, with (new tokens, all tokens), whoever else is in the batch."""
+    asked: list[tuple[int, int]] = []
+
+    def rule(query: int, keys: int) -> bool:
+        asked.append((query, keys))
+        return False
+
+    make_builder(decompressed=rule).build(0, Batch([(7, 1), (0, 40), (90, 2)]).common())
+    assert asked == [(40, 40), (2, 92)]
+
+
 def test_successive_steps_share_no_plan() -> None:
     """Two steps with the same longest sequence but other lengths: each has its own plan and lengths."""
     builder = make_builder()
     first = builder.build(0, Batch([(300, 30), (10, 20)]).common())
     second = builder.build(0, Batch([(10, 20), (300, 30)]).common())
-    assert first.prefill.plan is not second.prefill.plan
+    assert first.prefill.runs[0] is not second.prefill.runs[0]
     assert first.prefill.seq_lens.tolist() == [330, 30] and second.prefill.seq_lens.tolist() == [30, 330]
 
 

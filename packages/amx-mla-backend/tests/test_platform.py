@@ -34,7 +34,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(envs.MODE.name, raising=False)
     forget = platform.subclass_path.cache_clear
     forget()
-    monkeypatch.setattr(kernels, "load", lambda: kernels.Kernels(None, "avx512"))
+    monkeypatch.setattr(kernels, "load", lambda: kernels.Kernels(None, "avx512", None))
     yield
     forget()
 
@@ -359,7 +359,7 @@ def test_selection_table(monkeypatch, tier, mode, backend) -> None:
     def load() -> kernels.Kernels:
         if tier is None:
             raise kernels.KernelsUnavailable("amx_kernels cannot be loaded: no such file")
-        return kernels.Kernels(None, tier)
+        return kernels.Kernels(None, tier, None)
 
     monkeypatch.setattr(kernels, "load", load)
     monkeypatch.setenv(envs.MODE.name, mode)
@@ -382,7 +382,7 @@ def test_another_dtype_is_vllms_unless_asked_for(monkeypatch, mode: str, dtype: 
     monkeypatch.setenv(envs.MODE.name, mode)
     choice = selection.choose(config(dtype=dtype))
     assert not choice.serves and "bfloat16" in choice.reason
-    with pytest.raises(ValueError, match="asked for.*bfloat16"):
+    with pytest.raises(ValueError, match=r"asked for.*bfloat16"):
         selection.choose(config(dtype=dtype, backend="AMX_MLA"))
 
 

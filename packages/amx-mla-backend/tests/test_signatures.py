@@ -41,8 +41,8 @@ BASES = {
 """Our class -> the vLLM classes it overrides methods of, nearest first."""
 
 OWN = {
-    "impl.py": {"absorb_q", "project_v", "decode", "prefill", "_absorbed"},
-    "metadata.py": {"_decode_part"},
+    "impl.py": {"absorb_q", "project_v", "decode", "prefill", "_prefill_run", "_absorbed"},
+    "metadata.py": {"_decode_part", "_prefill_runs"},
     "backend.py": {"get_unavailable_reason"},
     "attention.py": {"adopt"},
 }

@@ -7,10 +7,11 @@ Latent attention attends in the compressed space. With the up-projections of one
     s        = scale (q_latent . kv_c + q_pe . k_pe),   o_latent = softmax(s) kv_c
     o        = o_latent W_UV^T        (de-absorb)
 
-Decode absorbs, attends and de-absorbs. Prefill hands the unabsorbed query and both projections to one op, which picks
-the absorbed or the decompressed form for each request. Both projections are packed once, when the weights are loaded;
-afterwards the raw ``kv_b_proj`` is freed. Nothing is concatenated, zeroed or cast per layer: queries are read and
-outputs written in place, through whatever strides vLLM's tensors have.
+Decode absorbs, attends and de-absorbs. Prefill does the same for few tokens on much context; for more tokens it is
+cheaper to expand keys and values from the latent (k = W_UK kv_c, v = W_UV kv_c), which one op does block by block. The
+projections are packed once, when the weights are loaded; afterwards the raw ``kv_b_proj`` is freed. Nothing is
+concatenated, zeroed or cast per layer: queries are read and outputs written in place, through whatever strides vLLM's
+tensors have.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from vllm.v1.attention.backend import AttentionType
 
 from amx_mla_backend import compat, kernels, weights
 from amx_mla_backend.log import logger
+from amx_mla_backend.metadata import PrefillRun
 
 
 class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
@@ -78,12 +80,11 @@ class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
         )
         self.supports_quant_query_input = False
         self._ops = kernels.load().ops
-        # Libraries from before the op that chooses between the two forms only attend absorbed.
-        self._chooses_form = hasattr(self._ops, "prefill_attention_cpu")
         self.layer_name = "attention"
         self.owns_layer = False
-        self._w_uk: torch.Tensor | None = None
-        self._w_uv: torch.Tensor | None = None
+        self._w_uk: torch.Tensor | None = None  # packed [H, R, nope]: absorbs queries
+        self._w_uk_keys: torch.Tensor | None = None  # packed [H, nope, R]: expands keys
+        self._w_uv: torch.Tensor | None = None  # packed [H, v, R]
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Pack W_UK and W_UV. Raises ValueError, with the layer's name, for a kv_b_proj that cannot be read."""
@@ -98,6 +99,7 @@ class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
             rank=self.kv_lora_rank,
         )
         self._w_uk = self._ops.convert_weight_packed(w_uk)
+        self._w_uk_keys = self._ops.convert_weight_packed(w_uk.transpose(1, 2).contiguous())
         self._w_uv = self._ops.convert_weight_packed(w_uv)
         if not (self.owns_layer or self.uses_amx_bmm):
             logger.warning_once(
@@ -151,19 +153,22 @@ class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: MLACommonMetadata, output: torch.Tensor
     ) -> None:
         """The other tokens of a step: q [T, H, nope + P] unabsorbed, output [T, H, v] written in place."""
-        part = metadata.prefill
+        for run in metadata.prefill.runs:
+            self._prefill_run(q[run.tokens], kv_cache, run, output[run.tokens])
+
+    def _prefill_run(self, q: torch.Tensor, kv_cache: torch.Tensor, run: PrefillRun, output: torch.Tensor) -> None:
         q_pe = q[..., self.qk_nope_head_dim :]
-        if self._chooses_form:
+        if run.decompressed:
             self._ops.prefill_attention_cpu(
-                output, q[..., : self.qk_nope_head_dim], q_pe, kv_cache, part.block_table, part.seq_lens,
-                part.query_start_loc, self._w_uk, self._w_uv, self.scale, part.plan,
+                output, None, q[..., : self.qk_nope_head_dim], q_pe, kv_cache, run.block_table, run.seq_lens,
+                run.query_start_loc, self._w_uk_keys, self._w_uv, self.scale,
             )  # fmt: skip
             return
         latent = self._absorbed(q)
         attended = torch.empty_like(latent)
         self._ops.extend_attention_cpu(
-            attended, None, latent, q_pe, kv_cache, part.block_table, part.seq_lens,
-            part.query_start_loc, self.scale, part.plan,
+            attended, None, latent, q_pe, kv_cache, run.block_table, run.seq_lens, run.query_start_loc,
+            self.scale, run.plan,
         )  # fmt: skip
         self.project_v(attended.transpose(0, 1), output.transpose(0, 1))
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,12 @@ PORTABLE = "portable"
 
 @dataclass(frozen=True)
 class Kernels:
-    """The loaded library: the ops (``torch.ops.amx_kernels``) and the name of the tier in use."""
+    """The loaded library: the ops (``torch.ops.amx_kernels``), the name of the tier in use, and the rule that says
+    whether a request of (new tokens, all tokens) prefills sooner in the decompressed form."""
 
     ops: Any
     tier: str
+    decompressed: Callable[[int, int], bool]
 
 
 class KernelsUnavailable(RuntimeError):
@@ -42,10 +45,10 @@ def load() -> Kernels:
         KernelsUnavailable: the library cannot be loaded, or AMX_KERNELS_ISA names a tier that this host cannot run.
     """
     ops = _ops()
-    from amx_kernels import isa
+    from amx_kernels import isa, prefill_decompressed
 
     try:
-        return Kernels(ops, str(isa.current()))
+        return Kernels(ops, str(isa.current()), prefill_decompressed)
     except Exception as error:
         raise KernelsUnavailable(f"amx_kernels: {error}") from error
 

@@ -2,14 +2,17 @@
 """Per-step metadata: everything the layers share is worked out once here, and nothing per layer.
 
 vLLM orders a batch as decodes first (every request with at most ``reorder_batch_threshold`` new tokens), then the rest.
-The two parts become one attention call each; a call's plan (work items, split boundaries) depends on lengths alone, so
-it too is made once a step. The parent's build is replaced whole: its chunked-context plan and workspace serve prefill
-methods that gather the context, which the kernels here never do. Nothing is sized by the model's maximum length.
+The decodes become one attention call; of the rest, each run of neighbours that prefill in the same form becomes one.
+Which form, absorbed or decompressed, follows from a request's own lengths alone, and so does a call's plan (work items,
+split boundaries), so both are made once a step. The parent's build is replaced whole: its chunked-context plan and
+workspace serve prefill methods that gather the context, which the kernels here never do. Nothing is sized by the
+model's maximum length.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -35,12 +38,25 @@ class AMXMLADecodeMetadata(MLACommonDecodeMetadata):
     plan: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class PrefillRun:
+    """Neighbouring requests that prefill in one call: tokens (of the prefill part), block_table [n, max_blocks],
+    seq_lens [n], query_start_loc [n + 1] from 0, the form, and the plan of an absorbed call."""
+
+    tokens: slice
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    decompressed: bool
+    plan: torch.Tensor | None
+
+
 @dataclass
 class AMXMLAPrefillMetadata(MLACommonPrefillMetadata):
-    """The other part: seq_lens [num_prefills] (context and new tokens) beside the parent's fields, and its plan."""
+    """The other part: seq_lens [num_prefills] (context and new tokens) beside the parent's fields, and its runs."""
 
     seq_lens: torch.Tensor | None = None
-    plan: torch.Tensor | None = None
+    runs: list[PrefillRun] = field(default_factory=list)
 
 
 class AMXMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
@@ -53,7 +69,8 @@ class AMXMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device, **kwargs: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)
-        self._plan = kernels.load().ops.plan_attention
+        library = kernels.load()
+        self._plan, self._decompressed = library.ops.plan_attention, library.decompressed
 
     @staticmethod
     def determine_chunked_prefill_workspace_size(vllm_config: VllmConfig) -> int:
@@ -94,8 +111,8 @@ class AMXMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
                 output_dtype=self.model_config.dtype,
                 q_data_type=self.q_data_type,
                 seq_lens=lengths,
-                plan=self._plan(lengths, part, num_tokens - num_decode_tokens, self.num_heads, threads),
             )
+            prefill.runs = self._prefill_runs(prefill, threads)
 
         return self.metadata_cls(
             num_reqs=num_reqs,
@@ -110,6 +127,23 @@ class AMXMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             prefill=prefill,
             decode=decode,
         )
+
+    def _prefill_runs(self, prefill: AMXMLAPrefillMetadata, threads: int) -> list[PrefillRun]:
+        """Cut the prefill part where the cheaper form changes."""
+        starts, keys = prefill.query_start_loc.tolist(), prefill.seq_lens.tolist()
+        forms = [self._decompressed(starts[i + 1] - starts[i], keys[i]) for i in range(len(keys))]
+        cuts = [0, *(i for i in range(1, len(forms)) if forms[i] != forms[i - 1]), len(forms)]
+        runs = []
+        for first, end in pairwise(cuts):
+            lengths, part = prefill.seq_lens[first:end], prefill.query_start_loc[first : end + 1]
+            if first > 0:
+                part = part - starts[first]
+            plan = None
+            if not forms[first]:
+                plan = self._plan(lengths, part, starts[end] - starts[first], self.num_heads, threads)
+            tokens = slice(starts[first], starts[end])
+            runs.append(PrefillRun(tokens, prefill.block_table[first:end], lengths, part, forms[first], plan))
+        return runs
 
     def _decode_part(self, common: CommonAttentionMetadata) -> tuple[int, int]:
         """How many leading requests, and tokens, one decode call can take: equal query lengths within the threshold."""
