@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from mla_testing import plots, report
+from mla_testing.bench import e2e
+from mla_testing.bench.amx import per_32_keys
+from mla_testing.bench.amx_counts import shuffles_of
 from mla_testing.bench.harness import Measurement
 from mla_testing.limits import Limits
 
@@ -127,3 +130,65 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
         "value": None,
         "list": [None, 1.0],
     }
+
+
+LISTING = """
+0000000000001000 <kernel>:
+    1000:\tvpunpckldq %zmm1,%zmm0,%zmm2
+    1006:\tvpermt2d %zmm3,%zmm2,%zmm1
+    100c:\tvpbroadcastd (%rax),%zmm4
+    1012:\tvpbroadcastd %xmm0,%zmm4
+    1018:\tvpmovzxwd (%rsi),%zmm5
+    101e:\tvpmovzxwd %ymm5,%zmm5
+    1024:\tvfmadd231ps %zmm0,%zmm1,%zmm2
+    102a:\tjne    1000 <kernel>
+"""
+
+
+def test_shuffles_are_counted_by_trips_and_loads_do_not_count() -> None:
+    trips = dict.fromkeys((0x1000, 0x100C, 0x1012, 0x1018, 0x101E, 0x1024), 10) | {0x1006: 3, 0x102A: 2}
+    found, total = shuffles_of(LISTING, trips)
+    assert found == {"vpunpckldq": 10, "vpermt2d": 3, "vpbroadcastd": 10, "vpmovzxwd": 10}
+    assert total == 65
+
+
+def test_modelled_cycles_per_32_keys() -> None:
+    counts = {"tmul_rows": 64000, "TILELOADD": 1000, "TILELOADDT1": 0, "TILESTORED": 40, "macs": 16 * 1280 * 1088}
+    found = per_32_keys(counts, heads=16, keys=1280)
+    assert found["cycles"] == pytest.approx((64000 + 52 * 10) / 40)
+    assert found["bound"] == "matrix"
+    assert found["macs_over_whole_tiles"] == pytest.approx(1.0)
+    assert per_32_keys(counts, heads=17, keys=1280)["macs_over_whole_tiles"] == pytest.approx(0.5)
+
+
+def step(seconds: float, first: int, further: int) -> list[float]:
+    return [seconds, first, further]
+
+
+def test_a_batch_of_prompts_ends_with_its_last_first_token() -> None:
+    outcome = {"steps": [step(2.0, 3, 0), step(1.0, 1, 3), step(0.1, 0, 4), step(0.3, 0, 4)]}
+    prompt, later, tokens = e2e.split(outcome, requests=4)
+    assert prompt == pytest.approx(3.0)
+    assert later == [0.1, 0.3]
+    assert tokens == 8
+
+
+def test_whole_model_entries_and_summary() -> None:
+    def outcome(seconds: float, token: int) -> dict[str, Any]:
+        return {"steps": [step(seconds, 1, 0), step(seconds / 10, 0, 1)], "tokens": [[5, token]]}
+
+    samples = {
+        name: {"ours": [outcome(1.0, 7)] * 3, "stock": [outcome(2.0, 7)] * 3, "vllm_amx_mla": [outcome(4.0, 8)] * 3}
+        for name in ("prefill_1x8192", "decode_1x8192")
+    }
+    jobs = {"prefill_1x8192": e2e.Job(1, 8192, 2), "decode_1x8192": e2e.Job(1, 8192, 2)}
+    prefill, decode = e2e.results(samples, jobs, "avx2", 2)
+    assert prefill["tokens_per_s"] == pytest.approx(8192.0)
+    assert decode["ms"]["median"] == pytest.approx(100.0)
+    assert decode["peers"]["stock"]["speedup"] == pytest.approx(2.0)
+    assert decode["peers"]["vllm_amx_mla"]["equal_tokens"] == pytest.approx(0.5)
+    found = e2e.summarise([prefill, decode], {"ours": {"prefill_1x8192": 0.3, "decode_1x8192": 0.2}})
+    assert found["prefill8k_speedup_stock"] == pytest.approx(2.0)
+    assert found["decode_speedup_amx"] == pytest.approx(4.0)
+    assert found["prefill_speedup_stock"] is None
+    assert (found["attention_share_prefill"], found["attention_share_decode"]) == (0.3, 0.2)

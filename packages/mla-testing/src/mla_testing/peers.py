@@ -14,16 +14,29 @@ queries) is not charged to it, so that comparisons err in its favour. A peer tha
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-__all__ = ["BMM", "CACHE", "DECODE", "PREFILL", "AttentionCase", "Unavailable", "load_vllm_ops", "versions"]
+__all__ = [
+    "BMM",
+    "CACHE",
+    "DECODE",
+    "EXTEND",
+    "PREFILL",
+    "AttentionCase",
+    "PrefillCase",
+    "Unavailable",
+    "load_vllm_ops",
+    "versions",
+]
 
 
 class Unavailable(RuntimeError):
@@ -112,6 +125,25 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def _zentorch_sdpa() -> Callable[..., torch.Tensor]:
+    """zentorch's operator with the signature of ``scaled_dot_product_attention``."""
+    if importlib.util.find_spec("zentorch") is None:
+        raise Unavailable("zentorch is not installed")
+    try:
+        importlib.import_module("zentorch")
+    except Exception as error:  # an extension built for another CPU or torch may fail in any way
+        raise Unavailable(f"zentorch does not load: {error}") from None
+    operator = getattr(torch.ops.zentorch, "zentorch_sdpa", None)
+    if operator is None:
+        raise Unavailable("this zentorch has no operator zentorch_sdpa")
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> torch.Tensor:
+        result = operator(query, key, value, **options)
+        return result[0] if isinstance(result, tuple) else result
+
+    return attention
 
 
 class VllmAmxDecode:
@@ -250,6 +282,112 @@ class VllmAmxExtend:
         )  # fmt: skip
 
 
+@dataclass
+class PrefillCase:
+    """Whole MLA prefill, from per-head queries to per-head outputs, absorption counted.
+
+    q_nope: [T, H, nope]; q_pe: [T, H, P]; w_uk: [H, R, nope]; w_uv: [H, v, R]; the rest as in ``AttentionCase``.
+    """
+
+    q_nope: torch.Tensor
+    q_pe: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+    scale: float
+
+    def latent(self, q_latent: torch.Tensor) -> AttentionCase:
+        """The attention between absorption and de-absorption, for given queries [T, H, R]."""
+        return AttentionCase(
+            q_latent, self.q_pe, self.kv_cache, self.block_table, self.seq_lens, self.query_start_loc, self.scale
+        )
+
+    def empty_latent(self) -> torch.Tensor:
+        """[T, H, R], uninitialised."""
+        tokens, heads, _ = self.q_nope.shape
+        return torch.empty(tokens, heads, self.w_uk.shape[1], dtype=self.q_nope.dtype)
+
+    def empty_out(self) -> torch.Tensor:
+        """[T, H, v], uninitialised."""
+        tokens, heads, _ = self.q_nope.shape
+        return torch.empty(tokens, heads, self.w_uv.shape[1], dtype=self.q_nope.dtype)
+
+
+class VllmAmxPrefill:
+    """What vLLM's AMX_MLA backend does per layer: absorb, concatenate the query, extend, de-absorb."""
+
+    def __init__(self, case: PrefillCase, threads: int) -> None:
+        self.latent_query, self.q_pe = case.empty_latent(), case.q_pe
+        self.extend = VllmAmxExtend(case.latent(self.latent_query), threads)
+        self.out = case.empty_out()
+        self.absorb = VllmAmxBmm(case.q_nope.transpose(0, 1), case.w_uk, self.latent_query.transpose(0, 1))
+        self.de_absorb = VllmAmxBmm(self.extend.out.transpose(0, 1), case.w_uv, self.out.transpose(0, 1))
+
+    def __call__(self) -> None:
+        self.absorb()
+        self.extend.query = torch.cat([self.latent_query, self.q_pe], dim=-1)
+        self.extend()
+        self.de_absorb()
+
+
+class _Decompressed:
+    """Keys [H, L, nope + P] and values [H, L, v] of one request, made from the gathered cache inside the timed call."""
+
+    def __init__(self, case: PrefillCase, threads: int) -> None:
+        if len(case.seq_lens) != 1:
+            raise Unavailable("the comparison is made for one request")
+        self.query = torch.cat([case.q_nope, case.q_pe], dim=-1).transpose(0, 1)[None]
+        self.case = case
+        self.rows = case.latent(case.empty_latent()).keys(0)
+        self.rank = case.w_uk.shape[1]
+        self.w_uk, self.w_uv_t = case.w_uk, case.w_uv.transpose(1, 2)
+        heads, new, keys = case.q_nope.shape[1], case.q_nope.shape[0], len(self.rows)
+        self.heads, self.fresh = heads, new == keys
+        self.visible = torch.arange(keys)[None] <= torch.arange(keys - new, keys)[:, None]
+        self.out = torch.empty(0)
+
+    def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
+        latent = self.rows[:, : self.rank].expand(self.heads, -1, -1)
+        k_pe = self.rows[:, self.rank :].expand(self.heads, -1, -1)
+        return torch.cat([torch.bmm(latent, self.w_uk), k_pe], dim=-1), torch.bmm(latent, self.w_uv_t)
+
+
+class StockDense(_Decompressed):
+    """Dense float32 attention over decompressed keys, as vLLM prefills on CPUs without AMX."""
+
+    SCORES = 1 << 30
+
+    def __init__(self, case: PrefillCase, threads: int) -> None:
+        super().__init__(case, threads)
+        if 4 * self.heads * self.visible.numel() > self.SCORES:
+            raise Unavailable(f"its dense scores need more than {self.SCORES >> 20} MiB")
+        self.hidden = ~self.visible
+
+    def __call__(self) -> None:
+        keys, values = self.expand()
+        scores = torch.matmul(self.query[0].float(), keys.float().transpose(1, 2)) * self.case.scale
+        scores.masked_fill_(self.hidden, float("-inf"))
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        self.out = torch.matmul(weights, values.float()).transpose(0, 1).to(self.case.q_nope.dtype)
+
+
+class TorchPrefill(_Decompressed):
+    """``scaled_dot_product_attention`` in bfloat16 over decompressed keys; values padded to the keys' width."""
+
+    attention = staticmethod(torch.nn.functional.scaled_dot_product_attention)
+
+    def __call__(self) -> None:
+        keys, values = self.expand()
+        width = values.shape[2]
+        values = torch.nn.functional.pad(values, (0, keys.shape[2] - width))
+        mask = {"is_causal": True} if self.fresh else {"attn_mask": self.visible}
+        out = self.attention(self.query, keys[None], values[None], scale=self.case.scale, **mask)
+        self.out = out[0, ..., :width].transpose(0, 1)
+
+
 class VllmAmxBmm:
     """``bmm_cpu`` with packed weights: out[n] = mat1[n] @ mat2[n]^T."""
 
@@ -303,8 +441,33 @@ class TorchCacheWrite:
         self.flat[self.slots, self.rank :] = self.k_pe
 
 
+class ZentorchDecode(TorchSdpaDecode):
+    """zentorch's attention operator, on the shapes of :class:`TorchSdpaDecode`."""
+
+    def __init__(self, case: AttentionCase, threads: int) -> None:
+        self.attention = _zentorch_sdpa()
+        super().__init__(case, threads)
+
+
+class ZentorchPrefill(TorchPrefill):
+    """zentorch's attention operator, on the shapes of :class:`TorchPrefill`; fresh prompts only."""
+
+    def __init__(self, case: PrefillCase, threads: int) -> None:
+        self.attention = _zentorch_sdpa()
+        super().__init__(case, threads)
+
+
 #: name -> adapter taking (AttentionCase, threads)
-DECODE = {"vllm_amx_op": VllmAmxDecode, "vllm_cpu_mla": VllmCpuMlaDecode, "torch": TorchDecode}
-PREFILL = {"vllm_amx_op": VllmAmxExtend}
+DECODE = {
+    "vllm_amx_op": VllmAmxDecode,
+    "vllm_cpu_mla": VllmCpuMlaDecode,
+    "torch": TorchDecode,
+    "zentorch": ZentorchDecode,
+}
+EXTEND = {"vllm_amx_op": VllmAmxExtend}
+#: name -> adapter taking (PrefillCase, threads)
+PREFILL = {"vllm_amx_op": VllmAmxPrefill, "stock_dense": StockDense, "torch": TorchPrefill, "zentorch": ZentorchPrefill}
+#: name -> adapter taking (mat1, mat2, out)
 BMM = {"vllm_amx_op": VllmAmxBmm, "torch": TorchBmm}
+#: name -> adapter taking (kv_c, k_pe, kv_cache, slots)
 CACHE = {"vllm_amx_op": VllmCacheWrite, "torch": TorchCacheWrite}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m mla_testing.bench decode|prefill|bmm|cache|step|e2e``: measures, checks, writes JSON and pictures."""
+"""``python -m mla_testing.bench decode|prefill|bmm|cache|step|amx|e2e``: measures, checks, writes JSON and pictures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from mla_testing import plots, report
 from mla_testing.bench.common import Options
 
-BENCHES = ("decode", "prefill", "bmm", "cache", "step", "e2e")
+BENCHES = ("decode", "prefill", "bmm", "cache", "step", "amx", "e2e")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

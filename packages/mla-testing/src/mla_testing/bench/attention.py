@@ -14,7 +14,18 @@ from mla_testing import compare, reference, tolerances
 from mla_testing.bench.common import Entry, bits
 from mla_testing.peers import AttentionCase
 
-__all__ = ["BLOCK", "MAC_PER_KEY", "ROW_BYTES", "SCALE", "P", "Pool", "R", "attention_check", "our_attention"]
+__all__ = [
+    "BLOCK",
+    "MAC_PER_KEY",
+    "ROW_BYTES",
+    "SCALE",
+    "P",
+    "Pool",
+    "R",
+    "attention_check",
+    "our_attention",
+    "peer_maker",
+]
 
 R, P = 512, 64
 BLOCK = 128
@@ -100,6 +111,16 @@ def attention_check(case: AttentionCase, requests: Sequence[int] | None = None) 
         return {"max_abs": found.max_abs, "of_tolerance": found.worst_ratio, "tokens": len(tokens)}
 
     return check
+
+
+def peer_maker(name: str, adapter: Callable[..., Any], case: Any) -> Callable[[int], Entry]:
+    """A function of the thread count that builds a peer for ``case``."""
+
+    def make(threads: int) -> Entry:
+        peer = adapter(case, threads)
+        return Entry(name, peer, lambda: peer.out)
+
+    return make
 
 
 def our_attention(case: AttentionCase, tier: str, threads: int, *, decode: bool) -> Entry:

@@ -105,7 +105,10 @@ class Context:
         for count in self.threads:
             self.calibration.warm_up(count, 30)
         self.limits = limits_module.measure(
-            self.threads, amx="amxbf16" in (*self.tiers, usable[-1]), quick=options.quick
+            self.threads,
+            amx="amxbf16" in (*self.tiers, usable[-1]),
+            quick=options.quick,
+            calm=lambda count: self.calibration.calm(count, patience=20),
         )
         self.results: list[dict[str, Any]] = []
         self.wrong: list[str] = []
@@ -150,6 +153,7 @@ class Context:
             calibration=self.calibration,
             rounds=5 if self.options.quick else self.options.rounds,
             max_rounds=15 if self.options.quick else 4 * self.options.rounds,
+            give_up=3.0 if self.options.quick else 30.0,
         )
         # What was timed is what is checked: once more after the last sample.
         for entry in entries:

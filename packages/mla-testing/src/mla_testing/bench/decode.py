@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from mla_testing.bench.attention import (
     attended_keys,
     attention_check,
     our_attention,
+    peer_maker,
 )
-from mla_testing.bench.common import Context, Entry, Options, Work
+from mla_testing.bench.common import Context, Options, Work
 
 __all__ = ["run"]
 
@@ -39,14 +40,6 @@ def _lognormal(requests: int, seed: int = 7) -> list[int]:
     return [int(length) for length in np.clip(lengths, 16, 16384)]
 
 
-def _peer(name: str, adapter: type, case: peers.AttentionCase) -> Callable[[int], Entry]:
-    def make(threads: int) -> Entry:
-        peer = adapter(case, threads)
-        return Entry(name, peer, lambda: peer.out)
-
-    return make
-
-
 def _work(pool: Pool, name: str, heads: int, seq_lens: Sequence[int], query: int, **changes: Any) -> Work:
     requests = len(seq_lens)
     query_lens = [query] * requests
@@ -54,7 +47,7 @@ def _work(pool: Pool, name: str, heads: int, seq_lens: Sequence[int], query: int
     flop = 2.0 * MAC_PER_KEY * heads * attended_keys(seq_lens, query_lens)
     size = float(sum(seq_lens) * ROW_BYTES + requests * query * heads * 2 * (R + P + R))
     # Several query tokens per request are prefill to vLLM: its extend operator takes them.
-    adapters = dict(peers.DECODE if query == 1 else peers.PREFILL)
+    adapters = dict(peers.DECODE if query == 1 else peers.EXTEND)
     unavailable = {}
     if flop > _SLOW_PEERS_GFLOP * 1e9:
         for slow in ("vllm_cpu_mla", "torch"):
@@ -72,7 +65,7 @@ def _work(pool: Pool, name: str, heads: int, seq_lens: Sequence[int], query: int
         flop=flop,
         size=size,
         make_ours=lambda tier, threads: our_attention(case, tier, threads, decode=True),
-        make_peers={name: _peer(name, adapter, case) for name, adapter in adapters.items()},
+        make_peers={name: peer_maker(name, adapter, case) for name, adapter in adapters.items()},
         check=attention_check(case),
         unavailable=unavailable,
         **changes,

@@ -2,10 +2,10 @@
 """Timing several implementations of one piece of work against each other on a machine that may be disturbed.
 
 In each round every contender is timed once, in rotating order, and before and after each of them a fixed loop (the
-calibrator) runs on as many threads. A round in which the calibrator needed more than 1.1 times its best of the whole run
-is discarded for all contenders alike, and counted; it ends there and then. With fewer than 5 rounds left the measurement
-has failed: it says so instead of giving a number. A round begins only when the calibrator is undisturbed, or after a
-second of waiting. Ratios are made from medians and, separately, from minima.
+calibrator) runs on as many threads. A round in which the calibrator needed more than 1.1 times its best of the whole
+run is discarded for all contenders alike, and counted; it ends there and then. With fewer than 5 rounds left the
+measurement has failed: it says so instead of giving a number. A round begins only when the calibrator is undisturbed,
+or after a second of waiting. Ratios are made from medians and, separately, from minima.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ def measure(
     calibration: Calibration,
     rounds: int = 7,
     max_rounds: int = 21,
+    give_up: float = 30.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Measurement:
     """Times ``contenders`` in interleaved rounds until ``rounds`` of them are valid or ``max_rounds`` were run.
@@ -140,6 +141,7 @@ def measure(
         calibration: shared by the run, because its best counts.
         rounds: valid rounds wanted, at least ``MIN_VALID_ROUNDS``.
         max_rounds: rounds after which to give up.
+        give_up: seconds after which no further round begins; a calm machine needs far less.
         clock: seconds; for tests.
 
     Raises:
@@ -158,7 +160,10 @@ def measure(
         once = _timed(contender, 1, clock) / 1e3
         calls[contender.name] = max(1, min(1000, int(_SAMPLE_SECONDS / max(once, 1e-7))))
     result = Measurement(threads, {name: [] for name in names}, [], calibration.best.get(threads, float("inf")))
+    deadline = clock() + give_up
     for index in range(max_rounds):
+        if index and clock() > deadline:
+            break
         worst = calibration.calm(threads)
         taken: dict[str, float] = {}
         shift = index % max(1, len(contenders))

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole MLA prefill: per-head queries in, per-head outputs out, absorption and de-absorption counted on every side.
+
+Ours is ``prefill_attention_cpu``, which chooses between two ways per request: *absorbed* (attention over latent rows)
+and *decompressed* (keys and values expanded per head first). The limit is that of the way with fewer operations. A grid
+of query x context lengths times both ways and the choice, and shows how far the choice is from the better one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from mla_testing import compare, peers, reference, report, tolerances
+from mla_testing.bench.attention import (
+    MAC_PER_KEY,
+    ROW_BYTES,
+    SCALE,
+    P,
+    Pool,
+    R,
+    attended_keys,
+    attention_check,
+    our_attention,
+    peer_maker,
+)
+from mla_testing.bench.common import Context, Entry, Options, Work, bits
+
+__all__ = ["run"]
+
+NOPE, V = 128, 128
+CHOICE = "AMX_KERNELS_PREFILL"
+WAYS = ("absorbed", "decompressed", "auto")
+GRID_QUERIES = (16, 64, 128, 256, 512, 2048)
+GRID_CONTEXTS = (0, 512, 1024, 2048, 4096, 8192)
+
+#: Name of a case -> heads, context lengths, new tokens of each request.
+CASES: dict[str, tuple[int, list[int], list[int]]] = {
+    "fresh512_h16": (16, [0], [512]),
+    "fresh2048_h16": (16, [0], [2048]),
+    "fresh8192_h16": (16, [0], [8192]),
+    "fresh4x2048_h16": (16, [0] * 4, [2048] * 4),
+    "chunk512_ctx8192_h16": (16, [8192], [512]),
+    "chunk2048_ctx8192_h16": (16, [8192], [2048]),
+    "q1_ctx8192_h16": (16, [8191], [1]),
+    "q8_ctx8192_h16": (16, [8184], [8]),
+    "q64_ctx8192_h16": (16, [8128], [64]),
+    "fresh512_h128": (128, [0], [512]),
+    "fresh2048_h22": (22, [0], [2048]),
+}
+#: The same for the attention in latent space alone (``extend_attention_cpu``), the absorbed way's middle part.
+EXTEND_CASES: dict[str, tuple[int, list[int], list[int]]] = {
+    "extend_fresh512_h16": (16, [0], [512]),
+    "extend_fresh2048_h16": (16, [0], [2048]),
+    "extend_q512_ctx7680_h16": (16, [7680], [512]),
+    "extend_q8_ctx8184_h16": (16, [8184], [8]),
+    "extend_fresh512_h128": (128, [0], [512]),
+}
+QUICK = ("fresh512_h16", "fresh2048_h16", "chunk512_ctx8192_h16", "q8_ctx8192_h16", "extend_fresh2048_h16")
+
+
+def flop(ways: str, heads: int, contexts: Sequence[int], queries: Sequence[int]) -> float:
+    """Additions and multiplications of a way: ``absorbed`` or ``decompressed``."""
+    keys = [context + new for context, new in zip(contexts, queries, strict=True)]
+    pairs = attended_keys(keys, queries)
+    if ways == "absorbed":
+        return 2.0 * heads * (MAC_PER_KEY * pairs + sum(queries) * R * (NOPE + V))
+    return 2.0 * heads * ((NOPE + P + V) * pairs + sum(keys) * R * (NOPE + V))
+
+
+def least(heads: int, contexts: Sequence[int], queries: Sequence[int]) -> tuple[float, list[str]]:
+    """Operations with the cheaper way for each request, and that way."""
+    total, chosen = 0.0, []
+    for context, new in zip(contexts, queries, strict=True):
+        costs = {way: flop(way, heads, [context], [new]) for way in WAYS[:2]}
+        chosen.append(min(costs, key=costs.__getitem__))
+        total += costs[chosen[-1]]
+    return total, chosen
+
+
+@contextmanager
+def _way(name: str) -> Iterator[None]:
+    before = os.environ.get(CHOICE)
+    os.environ[CHOICE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CHOICE]
+        else:
+            os.environ[CHOICE] = before
+
+
+def our_prefill(case: peers.PrefillCase, tier: str, threads: int, way: str = "auto") -> Entry:
+    """Our operator with its plan and packed weights made beforehand."""
+    from amx_kernels import isa
+
+    ops = torch.ops.amx_kernels
+    isa.set(tier)
+    tokens, heads, _ = case.q_nope.shape
+    with _way(way):
+        plan = ops.plan_attention(case.seq_lens, case.query_start_loc, tokens, heads, threads)
+    w_uk, w_uv = ops.convert_weight_packed(case.w_uk), ops.convert_weight_packed(case.w_uv)
+    out = case.empty_out()
+
+    def call() -> None:
+        ops.prefill_attention_cpu(
+            out, case.q_nope, case.q_pe, case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc,
+            w_uk, w_uv, case.scale, plan,
+        )  # fmt: skip
+
+    def select() -> None:
+        isa.set(tier)
+        os.environ[CHOICE] = way
+
+    return Entry(f"ours:{tier}" if way == "auto" else f"ours:{tier}:{way}", call, lambda: out, select)
+
+
+def prefill_case(pool: Pool, heads: int, contexts: Sequence[int], queries: Sequence[int]) -> peers.PrefillCase:
+    """Random queries and weights of the size that trained ones have, over the pool's cache."""
+    keys = [context + new for context, new in zip(contexts, queries, strict=True)]
+    latent = pool.case(heads, keys, queries)
+    generator = pool.generator
+    tokens = sum(queries)
+
+    def normal(*shape: int, deviation: float = 1.0) -> torch.Tensor:
+        return torch.empty(*shape).normal_(std=deviation, generator=generator).bfloat16()
+
+    return peers.PrefillCase(
+        # As in a model, nope and rope parts are slices of one projection.
+        q_nope=(query := normal(tokens, heads, NOPE + P))[..., :NOPE],
+        q_pe=query[..., NOPE:],
+        kv_cache=latent.kv_cache,
+        block_table=latent.block_table,
+        seq_lens=latent.seq_lens,
+        query_start_loc=latent.query_start_loc,
+        w_uk=normal(heads, R, NOPE, deviation=R**-0.5),
+        w_uv=normal(heads, V, R, deviation=R**-0.5),
+        scale=SCALE,
+    )
+
+
+def prefill_check(case: peers.PrefillCase) -> Callable[[Any], dict[str, Any]]:
+    """Compares some tokens of the first and of the last request: the first two, some between, the last four."""
+
+    @lru_cache(maxsize=1)
+    def expected() -> tuple[np.ndarray, reference.Attention]:
+        starts = case.query_start_loc.tolist()
+        tokens: list[int] = []
+        lengths: list[int] = []
+        tables: list[np.ndarray] = []
+        for request in {0, len(starts) - 2}:
+            first, end = starts[request], starts[request + 1]
+            count = end - first
+            inside = {0, 1, count // 3, count // 2, *range(count - 4, count)} & set(range(count))
+            for token in sorted(inside):  # each as a request of its own, with one new token
+                tokens.append(first + token)
+                lengths.append(int(case.seq_lens[request]) - count + token + 1)
+                tables.append(case.block_table.numpy()[request])
+        chosen = np.array(tokens)
+        return chosen, reference.mla_prefill_details(
+            bits(case.q_nope)[chosen],
+            bits(case.q_pe)[chosen],
+            bits(case.kv_cache),
+            np.stack(tables),
+            np.array(lengths),
+            None,
+            bits(case.w_uk),
+            bits(case.w_uv),
+            case.scale,
+        )
+
+    def check(actual: torch.Tensor) -> dict[str, Any]:
+        tokens, details = expected()
+        found = compare.assert_close(
+            actual[torch.from_numpy(tokens)], details.out, tol=tolerances.prefill(details), what="prefill output"
+        )
+        return {"max_abs": found.max_abs, "of_tolerance": found.worst_ratio, "tokens": len(tokens)}
+
+    return check
+
+
+def _work(
+    pool: Pool,
+    name: str,
+    heads: int,
+    contexts: Sequence[int],
+    queries: Sequence[int],
+    way: str = "auto",
+    **changes: Any,
+) -> Work:
+    case = prefill_case(pool, heads, contexts, queries)
+    keys = [context + new for context, new in zip(contexts, queries, strict=True)]
+    operations, chosen = least(heads, contexts, queries)
+    if way != "auto":
+        operations = flop(way, heads, contexts, queries)
+    tokens = sum(queries)
+    return Work(
+        case=name,
+        params={
+            "heads": heads,
+            "contexts": list(contexts),
+            "queries": list(queries),
+            "way": way,
+            "fewer_operations": chosen,
+        },
+        flop=operations,
+        size=float(sum(keys) * ROW_BYTES + tokens * heads * 2 * (NOPE + P + V) + heads * R * 2 * (NOPE + V)),
+        make_ours=lambda tier, threads: our_prefill(case, tier, threads, way),
+        make_peers={} if way != "auto" else {n: peer_maker(n, adapter, case) for n, adapter in peers.PREFILL.items()},
+        check=prefill_check(case),
+        **changes,
+    )
+
+
+def _extend_work(pool: Pool, name: str, heads: int, contexts: Sequence[int], queries: Sequence[int]) -> Work:
+    keys = [context + new for context, new in zip(contexts, queries, strict=True)]
+    case = pool.case(heads, keys, queries)
+    return Work(
+        case=name,
+        params={"heads": heads, "contexts": list(contexts), "queries": list(queries), "way": "latent"},
+        flop=2.0 * MAC_PER_KEY * heads * attended_keys(keys, queries),
+        size=float(sum(keys) * ROW_BYTES + sum(queries) * heads * 2 * (R + P + R)),
+        make_ours=lambda tier, threads: our_attention(case, tier, threads, decode=False),
+        make_peers={n: peer_maker(n, adapter, case) for n, adapter in peers.EXTEND.items()},
+        check=attention_check(case),
+    )
+
+
+def chooser(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Over the grid: time of the choice over the better way's. ``worst`` is the largest of those ratios."""
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for entry in results:
+        if entry["case"].startswith("grid-") and "failed" not in entry:
+            point, way = entry["case"].rsplit("-", 1)
+            times.setdefault((point, entry["tier"]), {})[way] = entry["ms"]["median"]
+    ratios = {
+        f"{point}@{tier}": by_way["auto"] / min(by_way["absorbed"], by_way["decompressed"])
+        for (point, tier), by_way in times.items()
+        if len(by_way) == len(WAYS)
+    }
+    return {"ratios": ratios, "worst": max(ratios.values(), default=None)}
+
+
+def run(options: Options) -> tuple[dict[str, Any], int]:
+    """Runs the benchmark; the report and an exit status (see ``Context.exit_status``)."""
+    context = Context(options)
+    threads = max(context.threads)
+    table: dict[str, tuple[int, list[int], list[int], str]] = {
+        name: (*case, "auto") for name, case in (CASES | EXTEND_CASES).items() if not options.quick or name in QUICK
+    }
+    if not options.quick:
+        for new in GRID_QUERIES:
+            for old in GRID_CONTEXTS:
+                for way in WAYS:
+                    table[f"grid-q{new}-ctx{old}-{way}"] = (16, [old], [new], way)
+    left_out: dict[str, str] = {}
+    if not hasattr(torch.ops.amx_kernels, "prefill_attention_cpu"):
+        left_out = dict.fromkeys(set(table) - set(EXTEND_CASES), "this amx-kernels has no prefill_attention_cpu")
+        print(f"left out, as this amx-kernels has no prefill_attention_cpu: {', '.join(sorted(left_out))}")
+    chosen = context.select(name for name in table if name not in left_out)
+    pool = Pool(max(sum(-(-(a + b) // 128) * 128 for a, b in zip(*table[name][1:3], strict=True)) for name in chosen))
+
+    def work(name: str) -> Work:
+        heads, contexts, queries, way = table[name]
+        if name in EXTEND_CASES:
+            return _extend_work(pool, name, heads, contexts, queries)
+        both = {"threads": (threads,)} if name.startswith("grid-") else {}
+        return _work(pool, name, heads, contexts, queries, way, **both)
+
+    before = os.environ.get(CHOICE)
+    try:
+        context.run({name: lambda name=name: work(name) for name in chosen})
+    finally:
+        os.environ.pop(CHOICE, None)
+        if before is not None:
+            os.environ[CHOICE] = before
+    by_tier = {}
+    for tier in context.tiers:
+        of_tier = [entry for entry in context.results if entry["tier"] == tier and entry["threads"] == threads]
+        cases = [entry for entry in of_tier if entry["case"] in CASES | EXTEND_CASES]
+        by_tier[tier] = {
+            "speedup": {
+                entry["case"]: {name: peer["speedup"] for name, peer in entry["peers"].items() if "ms" in peer}
+                for entry in cases
+                if "failed" not in entry
+            },
+            "limit_fraction": {entry["case"]: entry["limit_fraction"] for entry in cases if "failed" not in entry},
+            "chooser_worst": chooser(of_tier)["worst"],
+        }
+    found = report.document(
+        "bench_prefill",
+        limits=context.limits,
+        results=context.results,
+        summary=by_tier.get("avx512bf16") or by_tier.get(context.tiers[-1]),
+        summary_by_tier=by_tier,
+        chooser=chooser(context.results),
+        left_out=left_out,
+        wrong=context.wrong,
+    )
+    return found, context.exit_status
