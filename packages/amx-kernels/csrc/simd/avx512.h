@@ -33,6 +33,7 @@ AMXK_INLINE bool vany_gt(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)
 
 // The polynomial of the portable tier; VSCALEF multiplies by 2^n.
 AMXK_INLINE V vexp2(V x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-160.0f), x);  // 2^-160 is 0 in fp32; the second operand when it is NaN
   const V n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const V f = _mm512_sub_ps(x, n);
   V p = _mm512_set1_ps(1.5353362e-4f);
@@ -42,9 +43,7 @@ AMXK_INLINE V vexp2(V x) {
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022648e-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314720e-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  // -inf - (-inf) is NaN in f; 2^-inf is 0.
-  const __mmask16 small = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_LT_OQ);
-  return _mm512_mask_blend_ps(small, _mm512_scalef_ps(p, n), _mm512_setzero_ps());
+  return _mm512_scalef_ps(p, n);
 }
 
 #ifndef AMXK_NATIVE_BF16

@@ -107,12 +107,12 @@ void expand(const PrefillParams& p, const PrefillShape& s, int64_t request, int6
         } else {
           bf16 tail[kGroup];
           store16(tail, x);
-          memcpy(key + i * kGroup, tail, static_cast<size_t>(p.nope - i * kGroup) * sizeof(bf16));
+          copy_elements(key + i * kGroup, tail, p.nope - i * kGroup);
         }
       }
       const RowGroup& from = groups[g + r / kGroup];
-      memcpy(key + p.nope, from.row + r % kGroup * from.stride + p.cache.latent, p.cache.rope * sizeof(bf16));
-      memset(key + p.nope + p.cache.rope, 0, (s.key_width - p.nope - p.cache.rope) * sizeof(bf16));
+      copy_elements(key + p.nope, from.row + r % kGroup * from.stride + p.cache.latent, p.cache.rope);
+      for (int64_t i = p.nope + p.cache.rope; i < s.key_width; ++i) key[i] = 0;
     }
     gemm<false>(groups + g, chunk, steps, w_uv, weight_panel, kStepK * kGroup, static_cast<int>(s.value_panels),
                 w.product, product_panel, w.gemm);
@@ -138,8 +138,8 @@ void pack_head(const PrefillParams& p, const PrefillShape& s, int64_t token, int
     memset(staging, 0, static_cast<size_t>(kGroup * s.key_width) * sizeof(bf16));
     for (int64_t i = first; i < min<int64_t>(first + kGroup, n); ++i) {
       bf16* row = staging + (i - first) * s.key_width;
-      memcpy(row, p.q_nope + (token + i) * p.q_nope_token + head * p.q_nope_head, p.nope * sizeof(bf16));
-      memcpy(row + p.nope, p.q_pe + (token + i) * p.q_pe_token + head * p.q_pe_head, p.cache.rope * sizeof(bf16));
+      copy_elements(row, p.q_nope + (token + i) * p.q_nope_token + head * p.q_nope_head, p.nope);
+      copy_elements(row + p.nope, p.q_pe + (token + i) * p.q_pe_token + head * p.q_pe_head, p.cache.rope);
     }
     pack_panel(staging, s.key_width, s.key_width / kStepK, q + first / kGroup * s.q_panel());
   }
@@ -190,10 +190,14 @@ void finish_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
     bf16* out = p.out + t * p.out_token + head * p.out_head;
     const V inverse = vset(1.0f / l);
     for (int64_t n = 0; n < s.value_panels; ++n) {
-      bf16 natural[kGroup] = {};
-      if (l != 0.0f) store16(natural, vmul(vload(o + n * kQueryBlock * kGroup + i * kGroup), inverse));
-      memcpy(out + n * kGroup, natural,
-             static_cast<size_t>(min<int64_t>(kGroup, p.value - n * kGroup)) * sizeof(bf16));
+      const V x = l == 0.0f ? vset(0.0f) : vmul(vload(o + n * kQueryBlock * kGroup + i * kGroup), inverse);
+      if ((n + 1) * kGroup <= p.value) {
+        store16(out + n * kGroup, x);
+      } else {
+        bf16 tail[kGroup];
+        store16(tail, x);
+        copy_elements(out + n * kGroup, tail, p.value - n * kGroup);
+      }
     }
     if (p.lse != nullptr) {
       p.lse[t * p.lse_token + head * p.lse_head] =
