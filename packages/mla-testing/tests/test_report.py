@@ -118,6 +118,9 @@ def test_a_document_is_written_whole_read_back_and_drawn(tmp_path: Path) -> None
     again = report.load(path)
     assert again["results"][0]["limit_fraction"] == pytest.approx(0.5)
     assert again["summary"]["failed"] == 1
+    page = report.markdown(again)
+    assert "| b8-h16-q1-kv4096 | avx512bf16 | 2 | 2.000 | 50 | 0.1 | 0.50 | compute | 2.00 |" in page
+    assert "| b8-h16-q1-kv4096 | avx512bf16 | 2 | disturbed |" in page
     drawn = plots.draw(again, tmp_path)
     assert {p.suffix for p in drawn} == {".svg", ".png"}
     assert all(p.stat().st_size > 1000 for p in drawn)

@@ -18,6 +18,7 @@ import json
 import math
 import resource
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "document",
     "geomean",
     "load",
+    "markdown",
     "peak_rss_mib",
     "print_table",
     "result",
@@ -198,6 +200,49 @@ def _figure(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
+def markdown(report: Mapping[str, Any]) -> str:
+    """A report as a Markdown page: the machine, what it can do at most, and a table of the results."""
+    machine = report["machine"]
+    measured = report.get("limits", {"peak_gflops": {}, "read_gbps": {}})
+    names = sorted({name for entry in report["results"] for name, peer in entry["peers"].items() if "ms" in peer})
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    lines = [
+        f"# {report['benchmark']}",
+        "",
+        f"{machine['cpu']} ({machine['vendor']} family {machine['family']} model {machine['model']}), "
+        f"{machine['cpus']} CPUs{', virtual' if machine['virtual'] else ''}, {machine['time']}. {versions}.",
+        "",
+    ]
+    for title, unit, table in (
+        ("peak", "GFLOP/s", measured["peak_gflops"]),
+        ("read", "GB/s", measured["read_gbps"]),
+    ):
+        for name, by_threads in table.items():
+            figures = ", ".join(f"{rate:,.0f} with {threads}" for threads, rate in by_threads.items())
+            lines.append(f"- {title} {name}: {figures} thread(s), {unit}")
+    head = ["case", "tier", "threads", "ms", "GFLOP/s", "GB/s", "of limit", "bound", *(f"× {name}" for name in names)]
+    lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for entry in report["results"]:
+        speedups = [
+            format(entry["peers"][name]["speedup"], ".2f") if "ms" in entry["peers"].get(name, {}) else "–"
+            for name in names
+        ]
+        cells = [
+            entry["case"],
+            entry["tier"],
+            str(entry["threads"]),
+            "disturbed" if "failed" in entry else _figure(entry["ms"]["median"], ".3f"),
+            _figure(entry["gflops"], ".0f"),
+            _figure(entry["gbps"], ".1f"),
+            _figure(entry["limit_fraction"], ".2f"),
+            entry["bound"] or "–",
+            *speedups,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "```json", json.dumps(_rounded(report["summary"]), indent=1), "```", ""]
+    return "\n".join(lines)
+
+
 def _indicative(entry: Mapping[str, Any]) -> float:
     """Our shortest time in a failed result."""
     return entry["disturbed_min_ms"].get(f"ours:{entry['tier']}", math.nan)
@@ -236,5 +281,10 @@ def print_table(report: Mapping[str, Any], *, where: Callable[[Mapping[str, Any]
             ),
             style="red" if failed else None,
         )
-    console.print(table)
+    if shown:
+        console.print(table)
     console.print_json(json.dumps(_rounded(report["summary"])))
+
+
+if __name__ == "__main__":  # python -m mla_testing.report reports/bench_decode.json > docs/benchmarks/decode.md
+    print("\n".join(markdown(load(Path(argument))) for argument in sys.argv[1:]))

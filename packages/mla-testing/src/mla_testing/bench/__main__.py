@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -33,8 +34,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the named benchmarks. 0 if all is well, 1 if a result is wrong, 2 if a measurement was too disturbed."""
+    """Runs the named benchmarks. 0 if all is well, 1 if a result is wrong, 2 if a measurement was too disturbed,
+    130 if interrupted."""
     options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it like Ctrl-C: with a report
     chosen = Options(
         quick=options.quick,
         tiers=tuple(name for name in options.tiers.split(",") if name),
@@ -54,11 +57,15 @@ def main(arguments: list[str] | None = None) -> int:
         disturbed = [entry["case"] for entry in found["results"] if "failed" in entry]
         if disturbed:
             print(f"too disturbed to count ({len(disturbed)}): {', '.join(disturbed)}", file=sys.stderr)
+        if found.get("interrupted"):
+            print("interrupted: the report holds what was measured until then", file=sys.stderr)
         print(f"{path} written")
         if not options.no_plots:
             for picture in plots.draw(found, chosen.out):
                 print(f"{picture} written")
         status = its_status if status == 0 else status
+        if found.get("interrupted"):
+            break
     return status
 
 

@@ -95,5 +95,6 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         results=context.results,
         summary=by_tier,
         wrong=context.wrong,
+        interrupted=context.interrupted,
     )
     return found, context.exit_status

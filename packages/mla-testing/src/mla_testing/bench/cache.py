@@ -87,6 +87,11 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
     threads = max(context.threads)
     summary = report.summarise(entry for entry in context.results if entry["threads"] == threads)
     found = report.document(
-        "bench_cache", limits=context.limits, results=context.results, summary=summary, wrong=context.wrong
+        "bench_cache",
+        limits=context.limits,
+        results=context.results,
+        summary=summary,
+        wrong=context.wrong,
+        interrupted=context.interrupted,
     )
     return found, context.exit_status

@@ -112,6 +112,7 @@ class Context:
         )
         self.results: list[dict[str, Any]] = []
         self.wrong: list[str] = []
+        self.interrupted = False
 
     def select(self, names: Iterable[str]) -> list[str]:
         """Those of the names that --only matches.
@@ -127,13 +128,16 @@ class Context:
     def run(self, works: Mapping[str, Callable[[], Work]]) -> None:
         """Builds, checks and measures each piece of work for every thread count; appends to ``results``."""
         with _progress(len(works)) as (describe, advance):
-            for name, make in works.items():
-                describe(name)
-                work = make()
-                for threads in work.threads or self.threads:
-                    if threads in self.threads:
-                        self._one(work, threads)
-                advance()
+            try:
+                for name, make in works.items():
+                    describe(name)
+                    work = make()
+                    for threads in work.threads or self.threads:
+                        if threads in self.threads:
+                            self._one(work, threads)
+                    advance()
+            except KeyboardInterrupt:  # what was measured so far is still a report, and says that it is not whole
+                self.interrupted = True
 
     def _one(self, work: Work, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -191,7 +195,9 @@ class Context:
 
     @property
     def exit_status(self) -> int:
-        """0; 1 where one of our results is wrong; 2 where a measurement was too disturbed to count."""
+        """0; 1 where one of our results is wrong; 2 where a measurement was too disturbed to count; 130 interrupted."""
         if self.wrong:
             return 1
+        if self.interrupted:
+            return 130
         return 2 if any("failed" in entry for entry in self.results) else 0

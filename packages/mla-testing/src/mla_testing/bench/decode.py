@@ -188,5 +188,6 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         summary_by_tier=by_tier,
         derived=derived(context.results, peak_threads),
         wrong=context.wrong,
+        interrupted=context.interrupted,
     )
     return found, context.exit_status

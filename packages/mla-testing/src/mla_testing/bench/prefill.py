@@ -303,5 +303,6 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         chooser=chooser(context.results),
         left_out=left_out,
         wrong=context.wrong,
+        interrupted=context.interrupted,
     )
     return found, context.exit_status

@@ -163,6 +163,11 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
             found["ours_us"][widths[-1]] / found["ours_us"][widths[0]] if len(widths) > 1 else None
         )
     report_ = report.document(
-        "bench_step", limits=context.limits, results=context.results, summary=summary, wrong=context.wrong
+        "bench_step",
+        limits=context.limits,
+        results=context.results,
+        summary=summary,
+        wrong=context.wrong,
+        interrupted=context.interrupted,
     )
     return report_, context.exit_status
