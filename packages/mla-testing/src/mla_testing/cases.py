@@ -42,6 +42,7 @@ __all__ = [
     "ConcatCase",
     "ConcatData",
     "as_torch",
+    "canaries_intact",
     "guarded",
     "paged_cache",
 ]
@@ -79,7 +80,7 @@ def guarded(shape: tuple[int, ...], dtype: Any, *, row_padding: int = 0) -> tupl
         dtype: ``uint16`` (bfloat16) or ``float32``.
 
     Returns:
-        The output (a view, last dimension contiguous) and a byte mask base: pass both to :func:`canaries_intact`.
+        The output (a view, last dimension contiguous) and the buffer; :func:`canaries_intact` takes both.
     """
     width = shape[-1] + row_padding
     rows = math.prod(shape[:-1])
@@ -87,9 +88,7 @@ def guarded(shape: tuple[int, ...], dtype: Any, *, row_padding: int = 0) -> tupl
     buffer = np.empty((guard + rows + guard, width), dtype)
     bits = buffer.view(np.uint16)
     bits[...] = bf16.CANARY
-    view = buffer[guard : guard + rows, : shape[-1]].reshape(shape) if not row_padding else None
-    if view is None:
-        view = buffer[guard : guard + rows].reshape(*shape[:-1], width)[..., : shape[-1]]
+    view = buffer[guard : guard + rows].reshape(*shape[:-1], width)[..., : shape[-1]]
     view[...] = bf16.NAN if dtype == np.uint16 else np.nan
     return view, buffer
 
