@@ -562,9 +562,16 @@ def test_preloaded_strict_form_faults_until_permission_is_asked_for(build, how):
         assert (counts["TILELOADD"], counts["TILESTORED"]) == (1, 1)  # emulated, so never granted by the kernel
 
 
+def test_preloaded_denied_form_refuses_and_emulates(build):
+    for how in ("library", "inline"):
+        out, counts = preloaded(build("permission"), how, wish="denied")
+        assert out == f"{how}: -1, granted before 0 after 0\n"  # -1: the library's errno, the kernel's EPERM
+        assert (counts["TILELOADD"], counts["TILESTORED"]) == (1, 1)
+
+
 def test_preloaded_form_says_what_it_does_not_understand(build):
     done = run([build("permission")], expect=2, LD_PRELOAD=str(amx_emulator.library_path()), MLA_AMX_EMULATOR="perhaps")
-    assert "expected emulate or strict, got perhaps" in done.stderr
+    assert "expected emulate, strict or denied, got perhaps" in done.stderr
 
 
 @pytest.mark.parametrize("error", ["EPERM", "EINVAL", "ENOSYS"])

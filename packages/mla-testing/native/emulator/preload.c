@@ -4,6 +4,8 @@
 //   MLA_AMX_EMULATOR=emulate   run AMX instructions in software
 //   MLA_AMX_EMULATOR=strict    the same, but raise SIGILL until the program has asked the kernel for permission, as a
 //                              kernel would; the request is answered here and never reaches the kernel
+//   MLA_AMX_EMULATOR=denied    emulate, and refuse requests with EPERM: libraries that choose their code by the answer
+//                              stay off AMX, and what is forced onto it stays emulated on a host with AMX
 //   MLA_AMX_EMULATOR_ORDER     manual, sequential or vdpbf16ps
 //   MLA_AMX_EMULATOR_PATCH=0   trap at every instruction, rewrite none
 //   MLA_AMX_EMULATOR_PATCH=mprotect  rewrite without /proc/self/mem
@@ -27,9 +29,9 @@ static const char *mode_name = 0;
 __attribute__((constructor)) static void preload(void) {
     const char *wish = getenv("MLA_AMX_EMULATOR");
     if (!wish || !*wish) return;
-    const int strict = !strcmp(wish, "strict");
-    if (!strict && strcmp(wish, "emulate")) {
-        fprintf(stderr, "MLA_AMX_EMULATOR: expected emulate or strict, got %s\n", wish);
+    const int strict = !strcmp(wish, "strict"), denied = !strcmp(wish, "denied");
+    if (!strict && !denied && strcmp(wish, "emulate")) {
+        fprintf(stderr, "MLA_AMX_EMULATOR: expected emulate, strict or denied, got %s\n", wish);
         _exit(2);
     }
     const char *order = getenv("MLA_AMX_EMULATOR_ORDER");
@@ -39,11 +41,11 @@ __attribute__((constructor)) static void preload(void) {
     const char *patch = getenv("MLA_AMX_EMULATOR_PATCH");
     if (patch && !strcmp(patch, "0")) mla_amx_set_patching(0);
     if (patch && !strcmp(patch, "mprotect")) mla_amx_set_patching(2);
-    if (strict) {
-        mla_amx_set_permission_required(1);
-        const int failed = mla_amx_intercept_permission(0);
+    if (strict || denied) {
+        mla_amx_set_permission_required(strict);
+        const int failed = mla_amx_intercept_permission(denied ? EPERM : 0);
         if (failed) {
-            fprintf(stderr, "MLA_AMX_EMULATOR=strict needs seccomp filters: %s\n", strerror(-failed));
+            fprintf(stderr, "MLA_AMX_EMULATOR=%s needs seccomp filters: %s\n", wish, strerror(-failed));
             _exit(2);
         }
     }

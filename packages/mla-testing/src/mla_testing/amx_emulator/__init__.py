@@ -70,7 +70,8 @@ class EmulationLost(RuntimeError):
 def library_path() -> Path:
     """The shared library, for ``LD_PRELOAD``.
 
-    Set ``MLA_AMX_EMULATOR=emulate`` or ``strict`` beside it; see ``native/emulator/preload.c`` for the other variables.
+    Set ``MLA_AMX_EMULATOR=emulate``, ``strict`` or ``denied`` beside it;
+    ``native/emulator/preload.c`` lists the other variables.
 
     Raises:
         RuntimeError: there is none for this platform, or it has not been built.
