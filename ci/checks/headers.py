@@ -13,7 +13,8 @@ SUFFIXES = {".py", ".c", ".cpp", ".h", ".S", ".cmake", ".sh"}
 
 def main() -> int:
     """Prints the files without an SPDX line; 1 if there is one."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    command = ["git", "ls-files"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     missing = [
         name
         for name in listed

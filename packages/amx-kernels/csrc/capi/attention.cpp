@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
-
 #include "base/scratch.h"
 #include "capi/step.h"
 #include "ops/dispatch.h"
@@ -83,24 +81,9 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
 
   const int64_t tokens = q_latent->sizes[0], heads = q_latent->sizes[1], latent = q_latent->sizes[2];
   const int64_t rope = q_pe->sizes[2], block_size = kv_cache->sizes[1];
-  c.require(heads >= 1 && heads <= kMaxHeads, "q_latent.size(1) is %" PRId64 ", expected between 1 and %" PRId64 " heads",
-            heads, kMaxHeads);
-  c.require(latent >= 1 && latent <= kMaxWidth, "q_latent.size(2) is %" PRId64 ", expected between 1 and %" PRId64,
-            latent, kMaxWidth);
-  c.require(rope <= kMaxWidth, "q_pe.size(2) is %" PRId64 ", expected at most %" PRId64, rope, kMaxWidth);
-  c.size(q_pe, "q_pe", 0, tokens, "tokens of q_latent");
-  c.size(q_pe, "q_pe", 1, heads, "heads of q_latent");
-  c.size(out, "out", 0, tokens, "tokens of q_latent");
-  c.size(out, "out", 1, heads, "heads of q_latent");
+  check_queries(c, q_latent, "q_latent", q_pe, out, lse, kv_cache, scale);
   c.size(out, "out", 2, latent, "R of q_latent");
-  if (lse != nullptr) {
-    c.size(lse, "lse", 0, tokens, "tokens of q_latent");
-    c.size(lse, "lse", 1, heads, "heads of q_latent");
-  }
   c.size(kv_cache, "kv_cache", 2, latent + rope, "R of q_latent + P of q_pe");
-  c.require(block_size >= 1, "kv_cache.size(1) is 0, expected a block size of at least 1");
-  const float scale_log2 = static_cast<float>(scale) * kLog2e;
-  c.require(std::isfinite(scale_log2) && scale_log2 > 0, "scale is %g, expected a finite float32 above 0", scale);
   if (c.ok()) check_lengths(c, seq_lens, query_start_loc, tokens);
   if (c.ok()) c.size(block_table, "block_table", 0, seq_lens->sizes[0], "requests of seq_lens");
   if (!c.ok()) return c.code();
@@ -150,7 +133,7 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
   p.latent = static_cast<int32_t>(latent);
   p.rope = static_cast<int32_t>(rope);
   p.heads = static_cast<int32_t>(heads);
-  p.scale_log2 = scale_log2;
+  p.scale_log2 = log2_scale(scale);
   p.plan = plan_view(planned);
   p.parallel = pool;
   if (p.plan.header->num_items == 0) return AMXK_OK;

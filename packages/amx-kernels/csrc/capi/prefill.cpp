@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
@@ -27,27 +26,14 @@ extern "C" amxk_code amxk_prefill_attention(const amxk_tensor* out, const amxk_t
 
   const int64_t tokens = q_nope->sizes[0], heads = q_nope->sizes[1], nope = q_nope->sizes[2], rope = q_pe->sizes[2];
   const int64_t value = out->sizes[2], latent = kv_cache->sizes[2] - rope, block_size = kv_cache->sizes[1];
-  c.require(heads >= 1 && heads <= kMaxHeads, "q_nope.size(1) is %" PRId64 ", expected between 1 and %" PRId64 " heads",
-            heads, kMaxHeads);
-  c.require(nope >= 1 && nope <= kMaxWidth, "q_nope.size(2) is %" PRId64 ", expected between 1 and %" PRId64, nope,
-            kMaxWidth);
+  check_queries(c, q_nope, "q_nope", q_pe, out, lse, kv_cache, scale);
   c.require(value >= 1 && value <= kMaxWidth, "out.size(2) is %" PRId64 ", expected between 1 and %" PRId64, value,
             kMaxWidth);
   c.require(latent >= 1 && latent <= kMaxWidth,
             "kv_cache.size(2) is %" PRId64 ", expected P of q_pe (%" PRId64 ") and 1 to %" PRId64 " latent columns",
             kv_cache->sizes[2], rope, kMaxWidth);
-  c.require(block_size >= 1, "kv_cache.size(1) is 0, expected a block size of at least 1");
-  c.size(q_pe, "q_pe", 0, tokens, "tokens of q_nope");
-  c.size(q_pe, "q_pe", 1, heads, "heads of q_nope");
-  c.size(out, "out", 0, tokens, "tokens of q_nope");
-  c.size(out, "out", 1, heads, "heads of q_nope");
-  if (lse != nullptr) {
-    c.size(lse, "lse", 0, tokens, "tokens of q_nope");
-    c.size(lse, "lse", 1, heads, "heads of q_nope");
-  }
   if (c.ok()) c.packed_weight(w_uk, "w_uk", heads, nope, latent);
   if (c.ok()) c.packed_weight(w_uv, "w_uv", heads, value, latent);
-  c.require(std::isfinite(scale) && scale > 0, "scale is %g, expected a finite number above 0", scale);
   if (c.ok()) check_lengths(c, seq_lens, query_start_loc, tokens);
   if (c.ok()) c.size(block_table, "block_table", 0, seq_lens->sizes[0], "requests of seq_lens");
   if (!c.ok()) return c.code();
@@ -82,7 +68,7 @@ extern "C" amxk_code amxk_prefill_attention(const amxk_tensor* out, const amxk_t
   p.heads = static_cast<int32_t>(heads);
   p.nope = static_cast<int32_t>(nope);
   p.value = static_cast<int32_t>(value);
-  p.scale_log2 = static_cast<float>(scale) * kLog2e;
+  p.scale_log2 = log2_scale(scale);
   p.requests = requests;
   p.num_requests = n;
   p.parallel = usable(parallel);

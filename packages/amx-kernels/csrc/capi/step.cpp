@@ -1,7 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "capi/step.h"
 
+#include <cmath>
+
 namespace amxk {
+
+void check_queries(Checker& c, const amxk_tensor* query, const char* name, const amxk_tensor* q_pe,
+                   const amxk_tensor* out, const amxk_tensor* lse, const amxk_tensor* kv_cache, double scale) {
+  const int64_t tokens = query->sizes[0], heads = query->sizes[1], width = query->sizes[2];
+  char tokens_of[64], heads_of[64];
+  std::snprintf(tokens_of, sizeof tokens_of, "tokens of %s", name);
+  std::snprintf(heads_of, sizeof heads_of, "heads of %s", name);
+  c.require(heads >= 1 && heads <= kMaxHeads, "%s.size(1) is %" PRId64 ", expected between 1 and %" PRId64 " heads", name,
+            heads, kMaxHeads);
+  c.require(width >= 1 && width <= kMaxWidth, "%s.size(2) is %" PRId64 ", expected between 1 and %" PRId64, name, width,
+            kMaxWidth);
+  c.require(q_pe->sizes[2] <= kMaxWidth, "q_pe.size(2) is %" PRId64 ", expected at most %" PRId64, q_pe->sizes[2],
+            kMaxWidth);
+  c.size(q_pe, "q_pe", 0, tokens, tokens_of);
+  c.size(q_pe, "q_pe", 1, heads, heads_of);
+  c.size(out, "out", 0, tokens, tokens_of);
+  c.size(out, "out", 1, heads, heads_of);
+  if (lse != nullptr) {
+    c.size(lse, "lse", 0, tokens, tokens_of);
+    c.size(lse, "lse", 1, heads, heads_of);
+  }
+  c.require(kv_cache->sizes[1] >= 1, "kv_cache.size(1) is 0, expected a block size of at least 1");
+  c.require(std::isfinite(log2_scale(scale)) && log2_scale(scale) > 0,
+            "scale is %g, expected a finite float32 above 0", scale);
+}
 
 void read_requests(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* query_start_loc, int64_t tokens,
                    Request* requests) {

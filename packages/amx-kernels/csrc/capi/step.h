@@ -13,6 +13,13 @@ constexpr int64_t kMaxTokens = int64_t{1} << 40;  // of a step, and keys of a re
 // No real step comes near these; below them sizes and costs cannot overflow.
 constexpr int64_t kMaxRequests = int64_t{1} << 24;
 
+// The softmax scale for powers of two.
+AMXK_INLINE float log2_scale(double scale) { return static_cast<float>(scale) * kLog2e; }
+
+// What a query [T, H, dims] and the tensors beside it agree on; `name` is the query's.
+void check_queries(Checker& c, const amxk_tensor* query, const char* name, const amxk_tensor* q_pe,
+                   const amxk_tensor* out, const amxk_tensor* lse, const amxk_tensor* kv_cache, double scale);
+
 // seq_lens, and query_start_loc or an equal share of `tokens` for each request.
 void check_lengths(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* query_start_loc, int64_t tokens);
 

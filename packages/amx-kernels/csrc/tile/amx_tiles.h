@@ -40,12 +40,27 @@ template <int T>
 AMXK_INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(T));
 }
+// A sanitizer cannot see what an instruction in assembly reads or writes, so it is shown both ends of every row.
+AMXK_INLINE void show_rows(const void* base, int64_t stride_bytes) {
+#if defined(__SANITIZE_ADDRESS__) || defined(AMXK_SHOW_ROWS)
+  for (int r = 0; r < kTileRows; ++r) {
+    const volatile char* row = static_cast<const volatile char*>(base) + r * stride_bytes;
+    (void)row[0];
+    (void)row[kTileRowBytes - 1];
+  }
+#else
+  (void)base;
+  (void)stride_bytes;
+#endif
+}
 template <int T>
 AMXK_INLINE void tile_load(const void* base, int64_t stride_bytes) {
+  show_rows(base, stride_bytes);
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(base), "r"(stride_bytes) : "memory");
 }
 template <int T>
 AMXK_INLINE void tile_store(void* base, int64_t stride_bytes) {
+  show_rows(base, stride_bytes);
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(base), "r"(stride_bytes) : "memory");
 }
 // C += A * B: C [16, 16] fp32, A [16, 32] bf16, B [16 pairs, 16 columns, 2] bf16.

@@ -9,22 +9,15 @@
 #pragma once
 
 #include "simd/avx2.h"
+#include "tile/fma-inl.h"
 
 namespace amxk {
 namespace AMXK_TIER {
 namespace {
 
-using Acc = V;
-struct BPair {
-  V even, odd;
-};
-
 constexpr int kMaxPanels = 1;
 constexpr int kRows[] = {4};
 
-AMXK_INLINE Acc acc_zero() { return vset(0.0f); }
-AMXK_INLINE Acc acc_load(const float* p) { return vload(p); }
-AMXK_INLINE void acc_store(float* p, Acc a) { vstore(p, a); }
 AMXK_INLINE BPair b_load(const bf16* p) {
   const __m256i lo = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   const __m256i hi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
@@ -44,18 +37,5 @@ AMXK_INLINE void widen_row(const bf16* row, int k, float* out) {
 }  // namespace amxk
 
 #include "tile/widened-inl.h"
-
-namespace amxk {
-namespace AMXK_TIER {
-namespace {
-
-AMXK_INLINE Acc mac(Acc acc, APrepared a, int m, int j, BPair b) {
-  const float* p = a.rows + m * a.stride + 2 * j;
-  return vfma(vset(p[1]), b.odd, vfma(vset(p[0]), b.even, acc));
-}
-
-}  // namespace
-}  // namespace AMXK_TIER
-}  // namespace amxk
 
 #include "tile/vector_gemm-inl.h"

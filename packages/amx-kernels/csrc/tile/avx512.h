@@ -9,22 +9,15 @@
 #pragma once
 
 #include "simd/avx512.h"
+#include "tile/fma-inl.h"
 
 namespace amxk {
 namespace AMXK_TIER {
 namespace {
 
-using Acc = V;
-struct BPair {
-  V even, odd;
-};
-
 constexpr int kMaxPanels = 2;
 constexpr int kRows[] = {16, 8};
 
-AMXK_INLINE Acc acc_zero() { return vset(0.0f); }
-AMXK_INLINE Acc acc_load(const float* p) { return vload(p); }
-AMXK_INLINE void acc_store(float* p, Acc a) { vstore(p, a); }
 AMXK_INLINE BPair b_load(const bf16* p) {
   const __m512i pair = _mm512_loadu_si512(p);
   return {_mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)),
@@ -42,18 +35,5 @@ AMXK_INLINE void widen_row(const bf16* row, int k, float* out) {
 }  // namespace amxk
 
 #include "tile/widened-inl.h"
-
-namespace amxk {
-namespace AMXK_TIER {
-namespace {
-
-AMXK_INLINE Acc mac(Acc acc, APrepared a, int m, int j, BPair b) {
-  const float* p = a.rows + m * a.stride + 2 * j;
-  return vfma(vset(p[1]), b.odd, vfma(vset(p[0]), b.even, acc));
-}
-
-}  // namespace
-}  // namespace AMXK_TIER
-}  // namespace amxk
 
 #include "tile/vector_gemm-inl.h"

@@ -38,24 +38,12 @@ AMXK_INLINE void widen_row(const bf16* row, int k, float* out) {
   for (int i = 0; i < k; ++i) out[i] = bf16_to_float(row[i]);
 }
 
-}  // namespace
-}  // namespace AMXK_TIER
-}  // namespace amxk
-
-#include "tile/widened-inl.h"
-
-namespace amxk {
-namespace AMXK_TIER {
-namespace {
-
-AMXK_INLINE Acc mac(Acc acc, APrepared a, int m, int j, BPair b) {
-  const float* p = a.rows + m * a.stride + 2 * j;
-  const float even = p[0], odd = p[1];
+AMXK_INLINE Acc multiply_pair(Acc acc, const float* a, BPair b) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    // The pair's first element is the low half of its word whatever the byte order of the shift: values, not bytes.
-    acc.part[i] += even * reinterpret_cast<F4>(b.part[i] << 16);
-    acc.part[i] += odd * reinterpret_cast<F4>(b.part[i] & 0xffff0000u);
+    // The pair's first element is the low half of its word: a matter of values, not of byte order.
+    acc.part[i] += a[0] * reinterpret_cast<F4>(b.part[i] << 16);
+    acc.part[i] += a[1] * reinterpret_cast<F4>(b.part[i] & 0xffff0000u);
   }
   return acc;
 }
@@ -63,5 +51,7 @@ AMXK_INLINE Acc mac(Acc acc, APrepared a, int m, int j, BPair b) {
 }  // namespace
 }  // namespace AMXK_TIER
 }  // namespace amxk
+
+#include "tile/widened-inl.h"
 
 #include "tile/vector_gemm-inl.h"

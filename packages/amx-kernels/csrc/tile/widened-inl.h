@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operands of the tiers that multiply in fp32: a group of A rows is widened once into scratch and then broadcast from
 // there; B pairs are split into even and odd rows in registers (a bf16 in the upper half of a word is that fp32).
-// The including tier supplies Acc operations and widen_row.
+// The including tier supplies Acc, BPair, multiply_pair and widen_row.
 #pragma once
 
 namespace amxk {
@@ -25,6 +25,10 @@ AMXK_INLINE APrepared prepare(RowGroup group, int k, void* scratch) {
   const int64_t stride = widened_stride(k);
   for (int i = 0; i < kGroup; ++i) widen_row(group.row + i * group.stride, k, rows + i * stride);
   return {rows, stride};
+}
+
+AMXK_INLINE Acc mac(Acc acc, APrepared a, int m, int j, BPair b) {
+  return multiply_pair(acc, a.rows + m * a.stride + 2 * j, b);
 }
 
 }  // namespace

@@ -69,8 +69,8 @@ def bmm_cpu(out: Array, mat1: Array, mat2: Array, is_vnni: bool, scale: Array | 
 def concat_and_cache_mla_cpu(kv_c: Array, k_pe: Array, kv_cache: Array, slot_mapping: Array) -> None:
     """kv_cache[slot_mapping[t]] = kv_c[t] ++ k_pe[t] for every t whose slot is not negative.
 
-    kv_c: [T', R] bfloat16. k_pe: [T', P] or [T', 1, P] bfloat16. kv_cache: [num_blocks, block_size, D] bfloat16, written.
-    slot_mapping: [T] int32 or int64 with T <= T'; tokens past T are ignored.
+    kv_c: [T', R] bfloat16. k_pe: [T', P] or [T', 1, P] bfloat16. kv_cache: [num_blocks, block_size, D] bfloat16,
+    written. slot_mapping: [T] int32 or int64 with T <= T'; tokens past T are ignored.
     """
     _core.concat_and_cache_mla_cpu(_array(kv_c), _array(k_pe), _array(kv_cache), _array(slot_mapping))
 
@@ -80,9 +80,9 @@ def plan_attention(
 ) -> np.ndarray:
     """The step's plan: computed once, passed to the attention of every layer.
 
-    seq_lens: [num_reqs], query_start_loc: [num_reqs + 1] (None: decode, num_tokens / num_reqs tokens a request), int32
-    or int64. num_threads: threads the work is divided for, those of :func:`get_num_threads` by default. Returns an opaque
-    int64 vector; attention refuses it with other lengths.
+    seq_lens: [num_reqs], query_start_loc: [num_reqs + 1] (None: decode, num_tokens / num_reqs tokens a request),
+    int32 or int64. num_threads: threads the work is divided for, those of :func:`get_num_threads` by default. Returns
+    an opaque int64 vector; attention refuses it with other lengths.
     """
     threads = get_num_threads() if num_threads is None else num_threads
     return _core.plan_attention(_array(seq_lens), _array(query_start_loc), num_tokens, num_heads, threads)
@@ -104,9 +104,10 @@ def decode_attention_cpu(
     s = scale * (q_latent . kv_c + q_pe . k_pe), out = softmax(s) . kv_c, lse = ln sum exp s (DeepSeek-V2,
     arXiv:2405.04434, in the absorbed form).
 
-    out: [T, H, R] bfloat16, written. lse: [T, H] float32, written, or None. q_latent: [T, H, R], q_pe: [T, H, P] bfloat16.
-    kv_cache: [num_blocks, block_size, D] bfloat16. block_table: [num_reqs, max_blocks], seq_lens: [num_reqs], including the
-    new tokens, int32 or int64. plan: from :func:`plan_attention`. A row with nothing to attend is zero, its lse -inf.
+    out: [T, H, R] bfloat16, written. lse: [T, H] float32, written, or None. q_latent: [T, H, R], q_pe: [T, H, P]
+    bfloat16. kv_cache: [num_blocks, block_size, D] bfloat16. block_table: [num_reqs, max_blocks], seq_lens:
+    [num_reqs], including the new tokens, int32 or int64. plan: from :func:`plan_attention`. A row with nothing to
+    attend is zero, its lse -inf.
     """
     arrays = map(_array, (out, lse, q_latent, q_pe, kv_cache, block_table, seq_lens))
     _core.attention(*arrays, None, scale, _array(plan))
@@ -124,7 +125,8 @@ def extend_attention_cpu(
     scale: float,
     plan: Array | None = None,
 ) -> None:
-    """As :func:`decode_attention_cpu`, with the new tokens of request i at query_start_loc[i] .. query_start_loc[i + 1].
+    """As :func:`decode_attention_cpu`, with the new tokens of request i at query_start_loc[i] .. query_start_loc[i +
+    1].
 
     Causal among the new tokens, everything before them is context: fresh prefill and continuation of a cached prefix
     are one call. Tokens past query_start_loc[num_reqs] are neither read nor written.
@@ -150,11 +152,12 @@ def prefill_attention_cpu(
 ) -> None:
     """The attention of :func:`extend_attention_cpu` in its decompressed form, with both up-projections inside.
 
-    k = (w_uk . kv_c, k_pe), v = w_uv . kv_c for each head, expanded block by block; s = scale * q . k, out = softmax(s) . v.
-    Cheaper than the absorbed form for prompts; :func:`prefill_decompressed` says when.
+    k = (w_uk . kv_c, k_pe), v = w_uv . kv_c for each head, expanded block by block; s = scale * q . k, out =
+    softmax(s) . v. Cheaper than the absorbed form for prompts; :func:`prefill_decompressed` says when.
 
-    out: [T, H, E] bfloat16, written. lse: [T, H] float32, written, or None. q_nope: [T, H, N], q_pe: [T, H, P] bfloat16.
-    w_uk: packed [H, N, R], w_uv: packed [H, E, R] (:func:`convert_weight_packed`). The rest as in extend_attention_cpu.
+    out: [T, H, E] bfloat16, written. lse: [T, H] float32, written, or None. q_nope: [T, H, N], q_pe: [T, H, P]
+    bfloat16. w_uk: packed [H, N, R], w_uv: packed [H, E, R] (:func:`convert_weight_packed`). The rest as in
+    extend_attention_cpu.
     """
     arrays = map(_array, (out, lse, q_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, w_uk, w_uv))
     _core.prefill_attention_cpu(*arrays, scale)
@@ -162,7 +165,8 @@ def prefill_attention_cpu(
 
 def prefill_decompressed(query: int, keys: int) -> bool:
     """Whether :func:`prefill_attention_cpu` serves `query` new tokens of a sequence of `keys` tokens sooner than
-    the absorbed form. A function of these lengths alone; ``AMX_KERNELS_PREFILL`` = absorbed or decompressed overrides it.
+    the absorbed form. A function of these lengths alone; ``AMX_KERNELS_PREFILL`` = absorbed or decompressed overrides
+    it.
     """
     return _core.prefill_decompressed(query, keys)
 

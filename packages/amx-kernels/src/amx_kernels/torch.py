@@ -76,4 +76,5 @@ def _(out, lse, q_latent, q_pe, kv_cache, block_table, seq_lens, query_start_loc
 
 @torch.library.register_fake("amx_kernels::prefill_attention_cpu")
 def _(out, lse, q_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, w_uk, w_uv, scale):
-    _one_device(out=out, q_nope=q_nope, q_pe=q_pe, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens)
+    _one_device(out=out, lse=lse, q_nope=q_nope, q_pe=q_pe, kv_cache=kv_cache, w_uk=w_uk, w_uv=w_uv)
+    _one_device(out=out, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc)
