@@ -77,7 +77,8 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
             stepped = {
                 "total": sum(stepped["shuffles"].values()) * scale,
                 "by_mnemonic": {name: count * scale for name, count in stepped["shuffles"].items()},
-                "instructions": stepped["instructions"] * scale,
+                "instructions": sum(stepped["instructions"].values()) * scale,
+                "instructions_by_mnemonic": {n: count * scale for n, count in stepped["instructions"].items()},
             }
         ours[str(heads)]["vector_shuffles"] = stepped
         if options.peers:

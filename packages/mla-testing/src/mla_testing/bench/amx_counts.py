@@ -27,15 +27,15 @@ from mla_testing.bench.attention import Pool, attention_check, our_attention
 
 #: Vector instructions that move elements between lanes and so need the shuffle port (port 5 on Intel).
 SHUFFLES = re.compile(
-    r"^v?p?(unpck|unpack|shuf|perm|alignr|blendm|packs|packus|insert|extract|slldq|srldq|compress|expand|broadcast)"
+    r"^v?p?(unpck|unpack|shuf|perm|alignr|packs|packus|insert|extract|slldq|srldq|compress|expand|broadcast)"
     r"|^valign|^vpmov|^vpmulti"
 )
 _FROM_MEMORY = re.compile(r"^v?p?(broadcast|insert)|^vpmov")
 _LINE = re.compile(r"^\s*([0-9a-f]+):\s+(\S+)\s*(.*)$")
 
 
-def shuffles_of(listing: str, trips: dict[int, int]) -> tuple[Counter[str], int]:
-    """(executed shuffles by mnemonic, all executed instructions).
+def shuffles_of(listing: str, trips: dict[int, int]) -> tuple[Counter[str], Counter[str]]:
+    """(executed shuffles by mnemonic, all executed instructions by mnemonic).
 
     Args:
         listing: ``objdump -d --no-show-raw-insn`` of the library.
@@ -44,7 +44,7 @@ def shuffles_of(listing: str, trips: dict[int, int]) -> tuple[Counter[str], int]
     Broadcasts, insertions and widenings with a memory operand are done by the load ports, and do not count.
     """
     found: Counter[str] = Counter()
-    total = 0
+    every: Counter[str] = Counter()
     for line in listing.splitlines():
         match = _LINE.match(line)
         if not match:
@@ -52,11 +52,11 @@ def shuffles_of(listing: str, trips: dict[int, int]) -> tuple[Counter[str], int]
         times = trips.get(int(match[1], 16), 0)
         if not times:
             continue
-        total += times
         mnemonic, operands = match[2], match[3]
+        every[mnemonic] += times
         if SHUFFLES.match(mnemonic) and not (_FROM_MEMORY.match(mnemonic) and "(" in operands):
             found[mnemonic] += times
-    return found, total
+    return found, every
 
 
 def _library_mapping(name: str) -> tuple[str, int, int, int]:
@@ -124,8 +124,8 @@ def shuffles(heads: int, keys: int) -> dict[str, Any]:
     listing = subprocess.run(
         [objdump, "-d", "--no-show-raw-insn", path], check=True, capture_output=True, text=True
     ).stdout
-    by_mnemonic, total = shuffles_of(listing, trips)
-    return {"shuffles": dict(by_mnemonic), "instructions": total, "checked": checked}
+    found, every = shuffles_of(listing, trips)
+    return {"shuffles": dict(found), "instructions": dict(every.most_common()), "checked": checked}
 
 
 def main(arguments: list[str]) -> None:

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole MLA prefill: per-head queries in, per-head outputs out, absorption and de-absorption counted on every side.
 
-Ours is ``prefill_attention_cpu``, which chooses between two ways per request: *absorbed* (attention over latent rows)
-and *decompressed* (keys and values expanded per head first). The limit is that of the way with fewer operations. A grid
-of query x context lengths times both ways and the choice, and shows how far the choice is from the better one.
+Ours has two ways: *absorbed* (two products around attention over latent rows) and *decompressed* (keys and values
+expanded per head), and chooses by a request's lengths alone. The limit is that of the way with fewer operations. A grid
+of query x context lengths times both ways, and shows how far the choice is from the better one.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -35,8 +33,7 @@ from mla_testing.bench.common import Context, Entry, Options, Work, bits
 __all__ = ["run"]
 
 NOPE, V = 128, 128
-CHOICE = "AMX_KERNELS_PREFILL"
-WAYS = ("absorbed", "decompressed", "auto")
+WAYS = ("absorbed", "decompressed")
 GRID_QUERIES = (16, 64, 128, 256, 512, 2048)
 GRID_CONTEXTS = (0, 512, 1024, 2048, 4096, 8192)
 
@@ -65,11 +62,11 @@ EXTEND_CASES: dict[str, tuple[int, list[int], list[int]]] = {
 QUICK = ("fresh512_h16", "fresh2048_h16", "chunk512_ctx8192_h16", "q8_ctx8192_h16", "extend_fresh2048_h16")
 
 
-def flop(ways: str, heads: int, contexts: Sequence[int], queries: Sequence[int]) -> float:
+def flop(way: str, heads: int, contexts: Sequence[int], queries: Sequence[int]) -> float:
     """Additions and multiplications of a way: ``absorbed`` or ``decompressed``."""
     keys = [context + new for context, new in zip(contexts, queries, strict=True)]
     pairs = attended_keys(keys, queries)
-    if ways == "absorbed":
+    if way == "absorbed":
         return 2.0 * heads * (MAC_PER_KEY * pairs + sum(queries) * R * (NOPE + V))
     return 2.0 * heads * ((NOPE + P + V) * pairs + sum(keys) * R * (NOPE + V))
 
@@ -78,48 +75,57 @@ def least(heads: int, contexts: Sequence[int], queries: Sequence[int]) -> tuple[
     """Operations with the cheaper way for each request, and that way."""
     total, chosen = 0.0, []
     for context, new in zip(contexts, queries, strict=True):
-        costs = {way: flop(way, heads, [context], [new]) for way in WAYS[:2]}
+        costs = {way: flop(way, heads, [context], [new]) for way in WAYS}
         chosen.append(min(costs, key=costs.__getitem__))
         total += costs[chosen[-1]]
     return total, chosen
 
 
-@contextmanager
-def _way(name: str) -> Iterator[None]:
-    before = os.environ.get(CHOICE)
-    os.environ[CHOICE] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[CHOICE]
-        else:
-            os.environ[CHOICE] = before
+def chosen_way(case: peers.PrefillCase) -> str:
+    """The library's choice; the requests of a case have equal lengths.
+
+    Raises:
+        ValueError: requests for which the choices differ.
+    """
+    import amx_kernels
+
+    pairs = zip(case.latent(case.q_nope).query_lens.tolist(), case.seq_lens.tolist(), strict=True)
+    choices = {amx_kernels.prefill_decompressed(new, keys) for new, keys in pairs}
+    if len(choices) != 1:
+        raise ValueError(f"requests of lengths {case.seq_lens.tolist()} take different ways, expected one for all")
+    return WAYS[choices.pop()]
 
 
 def our_prefill(case: peers.PrefillCase, tier: str, threads: int, way: str = "auto") -> Entry:
-    """Our operator with its plan and packed weights made beforehand."""
+    """Our operators with plan and packed weights made beforehand; ``way``: absorbed, decompressed, or auto."""
+    import amx_kernels.torch  # noqa: F401
     from amx_kernels import isa
 
     ops = torch.ops.amx_kernels
     isa.set(tier)
-    tokens, heads, _ = case.q_nope.shape
-    with _way(way):
-        plan = ops.plan_attention(case.seq_lens, case.query_start_loc, tokens, heads, threads)
-    w_uk, w_uv = ops.convert_weight_packed(case.w_uk), ops.convert_weight_packed(case.w_uv)
+    name = f"ours:{tier}" if way == "auto" else f"ours:{tier}:{way}"
+    if way == "auto":
+        way = chosen_way(case)
     out = case.empty_out()
+    paged = (case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc)
+    if way == "decompressed":
+        w_uk = ops.convert_weight_packed(case.w_uk.transpose(1, 2).contiguous())
+        w_uv = ops.convert_weight_packed(case.w_uv)
 
-    def call() -> None:
-        ops.prefill_attention_cpu(
-            out, case.q_nope, case.q_pe, case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc,
-            w_uk, w_uv, case.scale, plan,
-        )  # fmt: skip
+        def call() -> None:
+            ops.prefill_attention_cpu(out, None, case.q_nope, case.q_pe, *paged, w_uk, w_uv, case.scale)
+    else:
+        w_uk, w_uv = ops.convert_weight_packed(case.w_uk), ops.convert_weight_packed(case.w_uv)
+        tokens, heads, _ = case.q_nope.shape
+        plan = ops.plan_attention(case.seq_lens, case.query_start_loc, tokens, heads, threads)
+        query, latent = case.empty_latent(), case.empty_latent()
 
-    def select() -> None:
-        isa.set(tier)
-        os.environ[CHOICE] = way
+        def call() -> None:
+            ops.bmm_cpu(query.transpose(0, 1), case.q_nope.transpose(0, 1), w_uk, True)
+            ops.extend_attention_cpu(latent, None, query, case.q_pe, *paged, case.scale, plan)
+            ops.bmm_cpu(out.transpose(0, 1), latent.transpose(0, 1), w_uv, True)
 
-    return Entry(f"ours:{tier}" if way == "auto" else f"ours:{tier}:{way}", call, lambda: out, select)
+    return Entry(name, call, lambda: out, lambda: isa.set(tier))
 
 
 def prefill_case(pool: Pool, heads: int, contexts: Sequence[int], queries: Sequence[int]) -> peers.PrefillCase:
@@ -207,7 +213,8 @@ def _work(
             "heads": heads,
             "contexts": list(contexts),
             "queries": list(queries),
-            "way": way,
+            "way": chosen_way(case) if way == "auto" else way,
+            "choice": chosen_way(case),
             "fewer_operations": chosen,
         },
         flop=operations,
@@ -234,18 +241,20 @@ def _extend_work(pool: Pool, name: str, heads: int, contexts: Sequence[int], que
 
 
 def chooser(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over the grid: time of the choice over the better way's. ``worst`` is the largest of those ratios."""
-    times: dict[tuple[str, str], dict[str, float]] = {}
+    """Over the grid: time of the library's choice over the better way's. ``worst`` is the largest of those ratios."""
+    times: dict[str, dict[str, float]] = {}
+    choices: dict[str, str] = {}
     for entry in results:
         if entry["case"].startswith("grid-") and "failed" not in entry:
-            point, way = entry["case"].rsplit("-", 1)
-            times.setdefault((point, entry["tier"]), {})[way] = entry["ms"]["median"]
+            point = f"{entry['case'].rsplit('-', 1)[0]}@{entry['tier']}"
+            times.setdefault(point, {})[entry["params"]["way"]] = entry["ms"]["median"]
+            choices[point] = entry["params"]["choice"]
     ratios = {
-        f"{point}@{tier}": by_way["auto"] / min(by_way["absorbed"], by_way["decompressed"])
-        for (point, tier), by_way in times.items()
+        point: by_way[choices[point]] / min(by_way.values())
+        for point, by_way in times.items()
         if len(by_way) == len(WAYS)
     }
-    return {"ratios": ratios, "worst": max(ratios.values(), default=None)}
+    return {"ms": times, "choices": choices, "ratios": ratios, "worst": max(ratios.values(), default=None)}
 
 
 def run(options: Options) -> tuple[dict[str, Any], int]:
@@ -260,11 +269,7 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
             for old in GRID_CONTEXTS:
                 for way in WAYS:
                     table[f"grid-q{new}-ctx{old}-{way}"] = (16, [old], [new], way)
-    left_out: dict[str, str] = {}
-    if not hasattr(torch.ops.amx_kernels, "prefill_attention_cpu"):
-        left_out = dict.fromkeys(set(table) - set(EXTEND_CASES), "this amx-kernels has no prefill_attention_cpu")
-        print(f"left out, as this amx-kernels has no prefill_attention_cpu: {', '.join(sorted(left_out))}")
-    chosen = context.select(name for name in table if name not in left_out)
+    chosen = context.select(table)
     pool = Pool(max(sum(-(-(a + b) // 128) * 128 for a, b in zip(*table[name][1:3], strict=True)) for name in chosen))
 
     def work(name: str) -> Work:
@@ -274,13 +279,7 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         both = {"threads": (threads,)} if name.startswith("grid-") else {}
         return _work(pool, name, heads, contexts, queries, way, **both)
 
-    before = os.environ.get(CHOICE)
-    try:
-        context.run({name: lambda name=name: work(name) for name in chosen})
-    finally:
-        os.environ.pop(CHOICE, None)
-        if before is not None:
-            os.environ[CHOICE] = before
+    context.run({name: lambda name=name: work(name) for name in chosen})
     by_tier = {}
     for tier in context.tiers:
         of_tier = [entry for entry in context.results if entry["tier"] == tier and entry["threads"] == threads]
@@ -301,7 +300,6 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         summary=by_tier.get("avx512bf16") or by_tier.get(context.tiers[-1]),
         summary_by_tier=by_tier,
         chooser=chooser(context.results),
-        left_out=left_out,
         wrong=context.wrong,
         interrupted=context.interrupted,
     )
