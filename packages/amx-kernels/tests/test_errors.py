@@ -116,7 +116,7 @@ def not_an_array(name: str) -> Mistake:
 
 def scale_mistakes() -> list[Mistake]:
     return [
-        Mistake("scale", lambda _, v=value: v, rf"scale is {text}, expected a finite number above 0", text)
+        Mistake("scale", lambda _, v=value: v, rf"scale is {text}, expected a finite float32 above 0", text)
         for value, text in ((-1.0, "-1"), (0.0, "0"), (float("nan"), "-?nan"), (float("inf"), "inf"))
     ]
 
@@ -167,6 +167,26 @@ EXTEND_MISTAKES = [
     Mistake("query_start_loc", with_value(1, -1), r"query_start_loc\[1\] is -1, expected between 0", "negative"),
     Mistake("query_start_loc", with_value(1, 5), r"query_start_loc\[1\] is 5, expected between 0 .* and 4", "beyond"),
     Mistake("query_start_loc", with_value(2, 1), r"query_start_loc\[2\] is 1, expected between 2", "falling"),
+]
+
+
+def prefill_arrays() -> Arrays:
+    arrays = attention_arrays()
+    rng = np.random.default_rng(2)
+    weights = (bf16.from_float(rng.standard_normal((2, width, 512))) for width in (96, 80))
+    w_uk, w_uv = map(amx_kernels.convert_weight_packed, weights)
+    queries = {"q_nope": bf16.from_float(rng.standard_normal((4, 2, 96))), "q_pe": arrays["q_pe"]}
+    rest = {name: arrays[name] for name in ("kv_cache", "block_table", "seq_lens", "query_start_loc")}
+    outputs = {"out": np.full((4, 2, 80), bf16.NAN), "lse": arrays["lse"]}
+    return {**outputs, **queries, **rest, "w_uk": w_uk, "w_uv": w_uv, "scale": arrays["scale"]}
+
+
+PREFILL_MISTAKES = [
+    *(m for m in EXTEND_MISTAKES if m.name not in ("q_latent", "plan")),
+    *tensor_mistakes("q_nope", [4, 2, 96], "bfloat16", "float32"),
+    *tensor_mistakes("w_uk", [2, 6, 256, 32], "bfloat16", "float32"),
+    *tensor_mistakes("w_uv", [2, 5, 256, 32], "bfloat16", "float32"),
+    *(not_an_array(name) for name in ("q_nope", "q_pe", "query_start_loc", "w_uk", "w_uv")),
 ]
 
 
@@ -231,6 +251,7 @@ def decode_arrays() -> Arrays:
 TABLES: dict[str, tuple[str, Callable[[], Arrays], list[Mistake]]] = {
     "decode": ("decode_attention_cpu", decode_arrays, DECODE_MISTAKES),
     "extend": ("extend_attention_cpu", attention_arrays, EXTEND_MISTAKES),
+    "prefill": ("prefill_attention_cpu", prefill_arrays, PREFILL_MISTAKES),
     "bmm": ("bmm_cpu", lambda: bmm_arrays(False), BMM_MISTAKES),
     "bmm-packed": ("bmm_cpu", lambda: bmm_arrays(True), PACKED_MISTAKES),
     "pack": ("convert_weight_packed", lambda: {"weight": bmm_arrays(False)["mat2"]}, PACK_MISTAKES),
