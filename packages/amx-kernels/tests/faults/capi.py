@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Callable, Iterator
 from ctypes import POINTER, byref, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "amxk_concat_and_cache_mla": (c_int, [T, T, T, T, P, E]),
     "amxk_plan_attention": (c_int, [T, POINTER(c_int64), T, T, c_int64, c_int64, c_int, E]),
     "amxk_attention": (c_int, [T, T, T, T, T, T, T, T, c_double, T, P, E]),
+    "amxk_prefill_attention": (c_int, [T, T, T, T, T, T, T, T, T, T, c_double, P, E]),
+    "amxk_prefill_decompressed": (c_int, [c_int64, c_int64, POINTER(c_int), E]),
     "amxk_cpu_report_size": (c_size_t, []),
     "amxk_cpu_feature_name": (c_char_p, [c_int]),
     "amxk_detect": (None, [c_void_p, c_void_p]),
@@ -99,6 +102,12 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "amxk_tier_is_emulated": (c_int, []),
     "amxk_explain": (c_size_t, [c_void_p, c_void_p, c_size_t]),
 }
+
+
+def child_environment() -> dict[str, str]:
+    """For fresh processes: nothing that configures the kernels, but what a sanitized build needs to run at all."""
+    keep = ("PATH", "LD_PRELOAD", "ASAN_OPTIONS", "UBSAN_OPTIONS", "AMX_KERNELS_EMULATED")
+    return {name: os.environ[name] for name in keep if name in os.environ}
 
 
 @cache
@@ -226,6 +235,28 @@ def attention_case(index: str = "int64", planned: bool = False) -> Case:
     )
 
 
+def prefill_case(index: str = "int64") -> Case:
+    """nope 40, value 24, R 32, P 16."""
+    return Case(
+        "amxk_prefill_attention",
+        {
+            "out": tensor(np.zeros((5, HEADS, 24), np.uint16)),
+            "lse": tensor(np.zeros((5, HEADS), np.float32)),
+            "q_nope": tensor(_bits(5, HEADS, 40)),
+            "q_pe": tensor(_bits(5, HEADS, 16)),
+            "kv_cache": tensor(_bits(5, 16, 48)),
+            "block_table": tensor(np.array([[0, 1, -1], [2, 3, 4]], index)),
+            "seq_lens": tensor(np.array(LENGTHS, index)),
+            "query_start_loc": tensor(np.array(STARTS, index)),
+            "w_uk": tensor(_bits(HEADS, 3, 16, 32)),
+            "w_uv": tensor(_bits(HEADS, 2, 16, 32)),
+            "scale": 0.1,
+            "parallel": serial(2),
+            "error": Error(),
+        },
+    )
+
+
 def _report() -> ctypes.Array:
     report = (c_char * library().amxk_cpu_report_size())()
     library().amxk_detect(None, report)
@@ -248,6 +279,11 @@ CALLS: dict[str, Callable[[], Case]] = {
     "attention": attention_case,
     "attention-int32": lambda: attention_case("int32"),
     "attention-planned": lambda: attention_case(planned=True),
+    "prefill_attention": prefill_case,
+    "prefill_attention-int32": lambda: prefill_case("int32"),
+    "prefill_decompressed": lambda: Case(
+        "amxk_prefill_decompressed", {"query": 5, "keys": 9, "decompressed": c_int(), "error": Error()}
+    ),
     "cpu_feature_name": lambda: Case("amxk_cpu_feature_name", {"i": 0}),
     "detect": lambda: Case("amxk_detect", {"probes": None, "report": _report()}),
     "tier_info": lambda: Case(
@@ -327,11 +363,16 @@ def spoiled_values(name: str, t: Tensor, bounded: bool) -> Iterator[tuple[str, T
 
 
 OPTIONAL = {"lse", "query_start_loc", "plan", "scale"}
+#: Functions that know the cache, so a length beyond it is wrong; the second one needs query_start_loc.
+OVER_A_CACHE = ("amxk_attention", "amxk_prefill_attention")
 SCALARS: dict[str, list[Any]] = {
     "scale": [0.0, -1.0, math.nan, math.inf, -math.inf, 1e300, 1e39],
     "num_tokens": [-1, 4, I64_MIN, I64_MAX],
     "num_heads": [-1, 0, I64_MIN, I64_MAX, 2**40],
     "num_threads": [-1, 0, I32_MIN, I32_MAX],
+    "query": [-1, I64_MIN],
+    "keys": [-1, 4, I64_MIN],
+    "decompressed": [None],
     "tier": [-1, 5, I32_MIN, I32_MAX],
     "sizes": [None],
     "plan_size": [None],
@@ -344,9 +385,10 @@ def mutations(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     """One spoiled argument each, all to be refused with AMXK_INVALID_ARGUMENT (or -1 for a tier)."""
     for name, value in case.arguments.items():
         if isinstance(value, Tensor):
-            for what, spoiled in spoiled_tensors(value, name not in OPTIONAL):
+            required = name not in OPTIONAL or (name, case.function) == ("query_start_loc", OVER_A_CACHE[1])
+            for what, spoiled in spoiled_tensors(value, required):
                 yield f"{name} {what}", {name: spoiled}
-            for what, spoiled in spoiled_values(name, value, case.function == "amxk_attention"):
+            for what, spoiled in spoiled_values(name, value, case.function in OVER_A_CACHE):
                 yield f"{name}{what}", {name: spoiled}
         elif name in SCALARS and not (name == "name" and value is None):
             for wrong in SCALARS[name]:
@@ -382,7 +424,7 @@ def tolerated(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     if "error" in case.arguments and case.function != "amxk_current_tier":
         yield "error=null", {"error": None}
     for name in OPTIONAL & set(case.arguments):
-        if isinstance(case.arguments[name], Tensor) and name in ("lse", "plan") and case.function == "amxk_attention":
+        if isinstance(case.arguments[name], Tensor) and name in ("lse", "plan") and case.function in OVER_A_CACHE:
             yield f"{name}=null", {name: None}
     if isinstance(case.arguments.get("scale"), Tensor):
         yield "scale=null", {"scale": None}

@@ -34,7 +34,7 @@ def test_wrong_arguments_give_a_status(row: str) -> None:
     child = subprocess.run(
         [sys.executable, str(HERE / "abuse_child.py"), row],
         capture_output=True, text=True, timeout=120, check=False, cwd=HERE,
-        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": "/usr/bin:/bin"},
+        env={**capi.child_environment(), "PYTHONPATH": ":".join(p for p in sys.path if p)},
     )  # fmt: skip
     failures = [line for line in child.stdout.splitlines() if line.startswith("FAILED")]
     last = child.stdout.splitlines()[-1:]
@@ -44,7 +44,14 @@ def test_wrong_arguments_give_a_status(row: str) -> None:
 
 def test_refused_calls_touch_no_output() -> None:
     """Arguments are checked completely before any data is touched."""
-    for row in ("bmm", "attention", "concat_and_cache_mla", "plan_attention", "convert_weight_packed"):
+    for row in (
+        "bmm",
+        "attention",
+        "prefill_attention",
+        "concat_and_cache_mla",
+        "plan_attention",
+        "convert_weight_packed",
+    ):
         case = capi.CALLS[row]()
         names = {"concat_and_cache_mla": ("kv_cache",)}.get(row, ("out", "lse", "packed", "plan"))
         written = [case.arguments[n].keep for n in names if case.arguments.get(n) is not None]

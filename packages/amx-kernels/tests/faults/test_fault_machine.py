@@ -10,6 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import capi
 import pytest
 
 from amx_kernels import isa
@@ -21,7 +22,7 @@ def in_child(script: str, **environment: str) -> subprocess.CompletedProcess[str
     path = ":".join([os.path.dirname(__file__), *(p for p in sys.path if p)])
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": path, **environment},
+        env={**capi.child_environment(), "PYTHONPATH": path, **environment},
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def build() -> tuple[str, Path]:
     sanitize = f"{SANITIZERS},fuzzer-no-link" if clang else SANITIZERS
     coverage = "" if clang else "-fsanitize-coverage=trace-pc"
     library = reliability.cmake_build(
-        f"fuzz-{Path(compiler).name}", compiler, sanitize, f"-O1 -g -w {coverage}", python=False
+        f"fuzz-{Path(compiler).name}", compiler, sanitize, f"-O1 -g -w -DAMXK_SHOW_ROWS {coverage}", python=False
     )
     program = library / "fuzz_capi"
     sources = [HERE / "capi_target.cpp", *([] if clang else [HERE / "driver.cpp"])]

@@ -170,7 +170,7 @@ def forked(score: Score, work: Work, part: str) -> None:
 
 
 def decode_steps(score: Score, tier: str, steps: int) -> None:
-    """A serving loop: per step a new token cached, planned and attended, twice on different threads; RSS must not grow."""
+    """A serving loop: each step caches, plans and attends a new token, twice on other threads; RSS must not grow."""
     import numpy as np
     from fault_support import normal
 

@@ -45,9 +45,9 @@ def load() -> Kernels:
         KernelsUnavailable: the library cannot be loaded, or AMX_KERNELS_ISA names a tier that this host cannot run.
     """
     ops = _ops()
-    from amx_kernels import isa, prefill_decompressed
-
     try:
+        from amx_kernels import isa, prefill_decompressed
+
         return Kernels(ops, str(isa.current()), prefill_decompressed)
     except Exception as error:
         raise KernelsUnavailable(f"amx_kernels: {error}") from error
