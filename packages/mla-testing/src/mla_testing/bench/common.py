@@ -181,12 +181,15 @@ class Context:
             )
 
     def _check(self, work: Work, entry: Entry, threads: int, *, ours: bool, call: bool = True) -> dict[str, Any]:
+        growth = {}
         if call:
             if entry.select:
                 entry.select()
+            before = report.peak_rss_mib()
             entry.call()
+            growth = {"peak_rss_growth_mib": report.peak_rss_mib() - before}  # of the first call: its scratch
         try:
-            return work.check(entry.fetch())
+            return work.check(entry.fetch()) | growth
         except AssertionError as error:
             text = str(error).splitlines()[0]
             if ours:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -50,18 +51,21 @@ def _common(requests: list[tuple[int, int]], columns: int) -> Any:
     )
 
 
-def _bare(cls: type, **more: Any) -> Any:
+def _bare(cls: type) -> Any:
     """A builder without an engine: what the build methods read, and nothing else."""
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata, MLACommonMetadataBuilder
 
-    builder = object.__new__(cls)
+    device = torch.device("cpu")
+    # The common constructor wants a whole engine configuration; a subclass's own part of it runs.
+    with mock.patch.object(MLACommonMetadataBuilder, "__init__", lambda self, *args, **kwargs: None):
+        builder = cls(SimpleNamespace(block_size=BLOCK), [], None, device)
     vars(builder).update(
         num_heads=HEADS,
         reorder_batch_threshold=1,
         q_data_type=torch.bfloat16,
         model_config=SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: R + P),
         metadata_cls=MLACommonMetadata,
-        device=torch.device("cpu"),
+        device=device,
         use_pcp=False,
         page_size=BLOCK,
         dcp_world_size=1,
@@ -72,16 +76,14 @@ def _bare(cls: type, **more: Any) -> Any:
         chunked_prefill_workspace=torch.empty(65536, R + P, dtype=torch.bfloat16),
         kv_cache_spec=SimpleNamespace(block_size=BLOCK),
         _prefill_backend=SimpleNamespace(prepare_metadata=lambda metadata: None),
-        **more,
     )
     return builder
 
 
 def _ours() -> Any:
-    from amx_mla_backend import kernels
     from amx_mla_backend.metadata import AMXMLAMetadataBuilder
 
-    return _bare(AMXMLAMetadataBuilder, _plan=kernels.load().ops.plan_attention)
+    return _bare(AMXMLAMetadataBuilder)
 
 
 def _vllm_common() -> Any:
