@@ -2,8 +2,8 @@
 // The dot products, once, for the floor this file is compiled for (AMX_DOT_NAME names the function).
 //
 // TDPBF16PS by the manual: two chains of fused multiply-adds per fp32 lane, over even and over odd elements, both from
-// zero; then c + (even + odd). A 4th generation Xeon's and a 6th generation Xeon's unit do exactly that. Two other orders
-// in use, the intrinsics guide's and VDPBF16PS's, can be chosen to show that nothing hangs on the order.
+// zero; then c + (even + odd). The unit of the Xeon it was compared with (family 6, model 167) does exactly that. Two
+// other orders in use, the intrinsics guide's and VDPBF16PS's, can be chosen to show that nothing hangs on the order.
 #include "dot.h"
 
 #include <immintrin.h>

@@ -41,8 +41,8 @@ AMX_API int mla_amx_intercept_permission(int error);
 // Returns 0, or -1 when this CPU lacks the floor.
 AMX_API int mla_amx_dot(int floor, int op, int order, int rows, int depth, int columns, void *c, const void *a,
                         const void *b);
-// Decodes; returns the length or 0. fields: op, dst, src_a, src_b, base, index, scale, segment, address32, rip_relative,
-// disp.
+// Decodes; returns the length or 0. fields: op, dst, src_a, src_b, base, index, scale, segment, address32,
+// rip_relative, disp.
 AMX_API int mla_amx_decode(const void *code, int32_t fields[11]);
 // Executes the instruction in `code` on the calling thread's software tiles as if it stood there, with nothing trapping
 // and no hardware involved. Wants an installed emulator (memory faults). result: 0, or the signal, its si_code and its

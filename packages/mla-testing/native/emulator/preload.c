@@ -52,7 +52,7 @@ __attribute__((constructor)) static void preload(void) {
     static const char *const modes[] = {"native", "emulated", "emulated-on-amx"};
     const int mode = mla_amx_install();
     mode_name = modes[mode];
-    if (mode == MLA_AMX_NATIVE) fprintf(stderr, "mla-testing: AMX runs natively here, nothing is emulated or counted\n");
+    if (mode == MLA_AMX_NATIVE) fputs("mla-testing: AMX runs natively here, nothing is emulated or counted\n", stderr);
 }
 
 __attribute__((destructor)) static void report(void) {

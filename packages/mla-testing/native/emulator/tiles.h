@@ -82,11 +82,12 @@ enum amx_fault amx_execute_dot(struct amx_thread *t, const struct amx_insn *insn
 // shapes stay the same. So a configuration the emulator has taken over gets a mark in its start_row, a value no program
 // asks for (hardware itself refuses to load from a start_row beyond the tile's last row); the next LDTILECFG or
 // TILERELEASE overwrites it. The mark changes with every configuration taken over: a program that saves its
-// configuration with STTILECFG and later loads it again brings back an old mark, and is seen to have loaded.
+// configuration with STTILECFG and later loads it again brings back an old mark, and is seen to have loaded, unless no
+// tile instruction at all ran in between.
 enum { AMX_MARK = 0x80 };
 
-// Takes over `hardware` (palette 0: not configured) unless it carries this thread's mark. Returns 1 when the caller has to put the
-// marked configuration back, written to `hardware`.
+// Takes over `hardware` (palette 0: not configured) unless it carries this thread's mark. Returns 1 when the caller has
+// to put the marked configuration back, written to `hardware`.
 int amx_follow_config(struct amx_thread *t, struct amx_config *hardware);
 // The same with the unit itself, outside of signal handlers (stub_move.c).
 void amx_follow_native_config(struct amx_thread *t);

@@ -134,7 +134,8 @@ static unsigned frame_config_offset;  // of XTILECFG in the standard format
 enum { XFEATURES_AT = 464 + 8, FRAME_MAGIC_AT = 464, XSTATE_BV_AT = 512, FRAME_MAGIC = 0x46505853 };
 #define XTILECFG_BIT (1ull << 17)
 
-// Where the interrupted program's tile configuration lies, or 0. In the handler itself the unit is in its initial state.
+// Where the interrupted program's tile configuration lies, or 0. In the handler itself the unit is in its initial
+// state.
 static struct amx_config *frame_config(ucontext_t *uc, uint64_t **xstate_bv) {
     uint8_t *fp = (uint8_t *)uc->uc_mcontext.fpregs;
     uint32_t magic;
@@ -195,8 +196,8 @@ static void chain(int sig, siginfo_t *info, ucontext_t *uc) {
         f->sa_handler(sig);
 }
 
-// Raises a signal at the site itself: blocked until our handler has returned there, so that whatever is installed for it
-// sees the program's registers.
+// Raises a signal at the site itself: blocked until our handler has returned there, so that whatever is installed for
+// it sees the program's registers.
 static void raise_at(ucontext_t *uc, uint64_t rip, int sig, siginfo_t *info) {
     sigset_t one;
     sigemptyset(&one);

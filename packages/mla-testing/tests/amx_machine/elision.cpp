@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scratch tiles and a configuration on the stack, written by plain stores and read by tile instructions only. A compiler
-// that is not told of those reads may delete the stores. Built at -O2 with the kernels' own tile helpers (default), or
-// with helpers that say too little (FORGETFUL), which is what GCC 12's intrinsics say.
+// Scratch tiles and a configuration on the stack, written by plain stores and read by tile instructions only. A
+// compiler that is not told of those reads may delete the stores. Built at -O2 with the kernels' own tile helpers
+// (default), or with helpers that say too little (FORGETFUL), which is what GCC 12's intrinsics say.
 //
 // Exits with 0 if both products are right.
 #include <stdint.h>

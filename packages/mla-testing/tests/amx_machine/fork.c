@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forks while another thread runs AMX code and sites are being patched; parent and children meet sites the other has not
-// patched. Exits with 0 if all results were right.
+// Forks while another thread runs AMX code and sites are being patched; parent and children meet sites the other has
+// not patched. Exits with 0 if all results were right.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>

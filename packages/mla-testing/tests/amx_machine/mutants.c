@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small matrix product on tiles with ragged edges, and, by MUTANT, the mistakes such code is made with. Inputs are small
-// integers, so the result is exact and compared with a scalar one. Exits with 0 if it is right, 1 if it is wrong; a
-// mistake may also end it by a signal.
+// A small matrix product on tiles with ragged edges, and, by MUTANT, the mistakes such code is made with. Inputs are
+// small integers, so the result is exact and compared with a scalar one. Exits with 0 if it is right, 1 if it is wrong;
+// a mistake may also end it by a signal.
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -215,7 +215,7 @@ def emulate(*, order: str = "manual", patch: bool = True) -> Iterator[Emulation]
     """
     lib = _load()
     before = lib.mla_amx_installed()
-    former_order = ORDERS[lib.mla_amx_set_order(ORDERS.index(order))] if order in ORDERS else set_order(order)
+    former_order = set_order(order)
     former_patch = lib.mla_amx_set_patching(int(patch))
     try:
         yield Emulation(install(order=order, patch=patch), counters())
