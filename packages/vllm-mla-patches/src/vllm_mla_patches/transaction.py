@@ -106,6 +106,8 @@ def replace_files(root: Path, changes: Sequence[Change]) -> None:
                     copy(target, state / "before" / str(number))
                 if change.content is not None:
                     _write(state / "after" / str(number), change.content, target, change.like)
+            for folder in (state / "before", state / "after"):
+                _sync(folder)
             _write_synced(state / "journal.new", json.dumps(journal, indent=1).encode())
             os.replace(state / "journal.new", state / "journal.json")
             _sync(state)
