@@ -6,9 +6,13 @@ docs/fault-classes.md is made from these marks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # capi and fault_support, in every import mode of pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:

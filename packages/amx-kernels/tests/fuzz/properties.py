@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from reliability import Tiers
 
 import amx_kernels
-from mla_testing import bf16, cases
+from mla_testing import bf16, cases, compare, reference, tolerances
 
 #: Lengths near the edges of vectors, tiles and blocks, and anything else.
 LENGTHS = st.one_of(st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65]), st.integers(0, 90), st.just(257))
@@ -91,6 +91,34 @@ def attention(case: cases.AttentionCase, planned: bool) -> None:
     data.check()
 
 
+def prefill(drawn: tuple[cases.AttentionCase, int, int], with_lse: bool) -> None:
+    """The decompressed form, its weights as small as to keep outputs the size of their inputs."""
+    case, nope, value = drawn
+    data = case.build()
+    heads, rank, tokens = case.heads, case.rank, len(data.q_latent)
+    q_nope = normal(case.seed, tokens, heads, nope)
+    q_nope[data.live_tokens :] = bf16.NAN
+    rng = np.random.default_rng(case.seed)
+    w_uk = bf16.from_float(rng.standard_normal((heads, nope, rank), np.float32) / np.float32(nope) ** 0.5)
+    w_uv = bf16.from_float(rng.standard_normal((heads, value, rank), np.float32) / np.float32(rank) ** 0.5)
+    out, buffer = cases.guarded((tokens, heads, value), np.uint16, row_padding=case.out_padding)
+    metadata = (data.kv_cache, data.block_table, data.seq_lens, data.query_start_loc)
+    amx_kernels.prefill_attention_cpu(
+        out, data.lse if with_lse else None, q_nope, data.q_pe, *metadata,
+        amx_kernels.convert_weight_packed(w_uk), amx_kernels.convert_weight_packed(w_uv), data.scale,
+    )  # fmt: skip
+    live = data.live_tokens
+    expected = reference.mla_prefill_details(
+        q_nope[:live], data.q_pe[:live], *metadata, w_uk.transpose(0, 2, 1), w_uv, data.scale
+    )
+    compare.assert_close(out[:live], expected.out, tol=tolerances.prefill(expected), what="out")
+    if with_lse:
+        tol = tolerances.lse(expected, rounded_operands=True)
+        compare.assert_close(data.lse[:live], expected.lse, tol=tol, what="lse")
+    if not cases.canaries_intact(out, buffer) or not (out[live:] == bf16.NAN).all():
+        raise AssertionError("bytes around out, or rows past the last request, were written")
+
+
 def bmm(case: cases.BmmCase, packed: bool) -> None:
     data = case.build()
     weight = amx_kernels.convert_weight_packed(data.mat2) if packed else data.mat2
@@ -130,6 +158,7 @@ class Property:
 PROPERTIES = (
     Property("decode_attention_cpu", attention_cases(True), attention),
     Property("extend_attention_cpu", attention_cases(False), attention),
+    Property("prefill_attention_cpu", st.tuples(attention_cases(False), WIDTHS, WIDTHS), prefill),
     Property("bmm_cpu", BMM_CASES, bmm),
     Property("convert_weight_packed", PACK_SHAPES, pack),
     Property("concat_and_cache_mla_cpu", CONCAT_CASES, concat),
@@ -148,43 +177,48 @@ class OutOfTime(Exception):
     """The session's time is up."""
 
 
+def examine(one: Property, tiers: Tiers, examples: int, deadline: float, seed: int, outcome: Outcome) -> None:
+    """`examples` examples of one property on every tier; raises at the first that fails, shrunk."""
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @hypothesis.given(one.draw, st.booleans(), st.sampled_from([1, 2, 3, 5, 8]))
+    def check(case: Any, flag: bool, threads: int) -> None:
+        if time.monotonic() > deadline:
+            raise OutOfTime
+        amx_kernels.set_num_threads(threads)
+        for tier in tiers.names:
+            with tiers.using(tier):
+                try:
+                    one.holds(case, flag)
+                except Exception as error:
+                    where = f"{one.op} on {tier}, {threads} threads, {flag}: {case}"
+                    raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+            outcome.examples[f"{one.op} {tier}"] += 1
+
+    check()
+
+
 def run(tiers: Tiers, examples: int, deadline: float, seed: int) -> Outcome:
     """Every property on every tier, `examples` examples each, until `deadline` (time.monotonic)."""
     outcome = Outcome()
     for one in PROPERTIES:
-
-        @hypothesis.seed(seed)
-        @hypothesis.settings(
-            max_examples=examples,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=(Phase.generate, Phase.shrink),
-        )
-        @hypothesis.given(one.draw, st.booleans(), st.sampled_from([1, 2, 3, 5, 8]))
-        def check(case: Any, flag: bool, threads: int, one: Property = one) -> None:
-            if time.monotonic() > deadline:
-                raise OutOfTime
-            amx_kernels.set_num_threads(threads)
-            for tier in tiers.names:
-                with tiers.using(tier):
-                    try:
-                        one.holds(case, flag)
-                    except Exception as error:
-                        raise AssertionError(
-                            f"{one.op} on {tier}, {threads} threads, {flag}: {case}: {error}"
-                        ) from error
-                outcome.examples[f"{one.op} {tier}"] += 1
-
         started = time.monotonic()
         try:
-            check()
+            examine(one, tiers, examples, deadline, seed, outcome)
         except OutOfTime:
             outcome.failures.append(f"{one.op}: the time was up before {examples} examples")
             break
         except Exception as error:
             outcome.failures.append(str(error))
-        print(
-            f"{one.op}: {examples} examples on {len(tiers.names)} tiers, {time.monotonic() - started:.0f} s", flush=True
-        )
+        counts = [outcome.examples[f"{one.op} {tier}"] for tier in tiers.names]
+        if min(counts) < examples and not outcome.failures:
+            outcome.failures.append(f"{one.op}: only {min(counts)} of {examples} examples were run")
+        print(f"{one.op}: {min(counts)} examples a tier, {time.monotonic() - started:.0f} s", flush=True)
     return outcome

@@ -17,6 +17,7 @@ Writes reports/sanitize.json {runs, findings, ...}. Three parts:
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -128,13 +129,19 @@ def asan(runs: Runs, rounds: int, amx: str) -> None:
         if tier == "amxbf16" and amx == "emulated":
             continue
         runs.run(f"asan+ubsan {tier}", [str(target), tier, str(rounds)], environment, 600)
+    counts = target.with_name("amx_counts.json")
+    counts.unlink(missing_ok=True)
     emulated = {
         "AMX_KERNELS_EMULATED": "1",
         "MLA_AMX_EMULATOR": "emulate",
+        "MLA_AMX_EMULATOR_REPORT": str(counts),
         "LD_PRELOAD": f"{runtime('libasan.so')} {emulator()}",
         "ASAN_OPTIONS": "detect_leaks=1:handle_sigill=0:use_sigaltstack=0",
     }
     runs.run("asan+ubsan amxbf16, emulated", [str(target), "amxbf16", str(rounds), "emulated"], emulated, 600)
+    text = counts.read_text() if counts.exists() else "{}"
+    if not re.search(r'"TDPBF16PS": [1-9]', text):
+        runs.findings.append(f"asan+ubsan amxbf16, emulated: no TDPBF16PS was counted: {text[:300]}")
 
 
 def tsan(runs: Runs, rounds: int, amx: str) -> None:
