@@ -76,7 +76,7 @@ def _roofline(found: Mapping[str, Any], threads: int, folder: Path) -> list[Path
             end = min(high, roof / rate) if roof else high
             axes.plot([low, max(low, end)], [low * rate, max(low, end) * rate], color="#999999", linewidth=1)
             axes.annotate(
-                f"{level} {rate:,.0f} GB/s", (low, low * rate), rotation=35, fontsize=8, color="#555555",
+                f"{level} {rate:,.0f} GB/s", (1.05 * low, 1.05 * low * rate), rotation=30, fontsize=8, color="#555555",
                 rotation_mode="anchor", va="bottom",
             )  # fmt: skip
     for label, group in points.items():
@@ -96,7 +96,7 @@ def _roofline(found: Mapping[str, Any], threads: int, folder: Path) -> list[Path
     )  # fmt: skip
     axes.grid(True, which="both", color="#eeeeee")
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4)
     return _save(figure, folder / f"{found['benchmark']}_roofline_{threads}t")
 
 
@@ -138,7 +138,7 @@ def _times(found: Mapping[str, Any], folder: Path) -> list[Path]:
     axes.set_yticks(list(rows), [entry["case"] for entry in entries], fontsize=7)
     axes.grid(True, axis="x", which="both", color="#eeeeee")
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4)
     return _save(figure, folder / f"{found['benchmark']}_times")
 
 

@@ -439,7 +439,7 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
     if options.only:
         shapes = tuple(shape for shape in e2e_model.SHAPES if re.search(options.only, shape)) or shapes
     jobs = QUICK_JOBS if options.quick else JOBS
-    rounds = 1 if options.quick else 3
+    rounds = 1 if options.quick else min(3, options.rounds)
     threads = len(os.sched_getaffinity(0))
     zentorch = importlib.util.find_spec("zentorch") is not None
     amx = _has_amx()
