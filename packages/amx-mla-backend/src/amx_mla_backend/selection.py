@@ -25,8 +25,9 @@ BLOCK_MULTIPLE = 32
 """Block sizes are multiples of this: two 16-row tiles of latent rows, so that no tile crosses a block."""
 
 DEFAULT_BLOCK_SIZE = 64
-"""64 latent rows are 72 KiB: long enough for the prefetchers, and half the waste and twice the prefix-cache resolution
-of vLLM's CPU default of 128 (the last, partial block of a request is never shared)."""
+"""The kernels run at one speed from 32 rows on (a block of 64 is 72 KiB of memory in a row), so what decides is the
+engine: half the waste and twice the prefix-cache resolution of vLLM's CPU default of 128 (the last, partial block of a
+request is never shared), at half the block hashes and table entries of 32."""
 
 
 @dataclass(frozen=True)

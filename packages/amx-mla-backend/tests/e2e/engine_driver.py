@@ -4,7 +4,7 @@
 Input: {"model", "engine": {LLM arguments}, "emulate": bool, "jobs": {name: {"prompts": [[token ids]], "max_tokens",
 "prompt_logprobs": bool, "alone": bool}}}.
 
-Output: {"log": [line], "platform": [class name], "layers": {...} (engines in this process), "emulated": {counter: int},
+Output: {"platform": [class name], "layers": {...} (engines in this process), "emulated": {counter: int},
 "jobs": {name: {"requests": [request], "calls": {op: int}}}}, a request being {"prompt", "tokens", "token_logprobs",
 "prompt_logprobs" (None for the first), "cached"}.
 """
@@ -13,22 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
 from collections import Counter
 from typing import Any
-
-
-class Lines(logging.Handler):
-    """Keeps what our package logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 class CountingOps:
@@ -81,12 +69,10 @@ def main(source: str, target: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
-    lines = Lines()
-    logging.getLogger("vllm.amx_mla_backend").addHandler(lines)
     with emulation as counters:
         llm = LLM(model=work["model"], seed=0, disable_log_stats=True, **work["engine"])
         classes = [cls.__name__ for cls in type(current_platform).__mro__]
-        result: dict[str, Any] = {"jobs": {}, "log": lines.lines, "platform": classes}
+        result: dict[str, Any] = {"jobs": {}, "platform": classes}
         calls: Counter[str] = Counter()
         in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
         if in_process:

@@ -119,9 +119,10 @@ def start(name: str, model: Path, folder: Path) -> dict[str, Any]:
     env = {key: value for key, value in env.items() if value != ""}
     command = [sys.executable, str(Path(__file__).with_name("engine_driver.py")), "work.json", "result.json"]
     with open(folder / "log.txt", "w") as log:
-        code = subprocess.run(command, cwd=folder, env=env, stdout=log, stderr=log, timeout=400).returncode
-    assert code == 0, f"engine {name} failed:\n" + "\n".join((folder / "log.txt").read_text().splitlines()[-60:])
-    return json.loads((folder / "result.json").read_text())
+        code = subprocess.run(command, cwd=folder, env=env, stdout=log, stderr=log, timeout=900).returncode
+    lines = (folder / "log.txt").read_text(errors="replace").splitlines()
+    assert code == 0, f"engine {name} failed:\n" + "\n".join(lines[-60:])
+    return {**json.loads((folder / "result.json").read_text()), "log": lines}
 
 
 @pytest.mark.parametrize("name", ENGINES)
