@@ -90,7 +90,7 @@ def tensor_mistakes(
     for dim, size in enumerate(sizes):
         if dim not in free:
             # Which of two sizes that do not match is wrong nobody knows: the message may name either.
-            says = r"\w+\.size\(\d\) is \d+, expected \d+|expected the same number|has \d+ entries, expected"
+            says = r"\w+\.size\(\d\) is \d+, expected (\d+|P of q_pe \(\d+\) and a multiple of 32)|expected the same number|has \d+ entries, expected"
             mistakes.append(Mistake(name, longer(dim), says, f"size{dim}-{size + 1}"))
     return mistakes
 
@@ -147,10 +147,10 @@ DECODE_MISTAKES = [
     ),
     Mistake("q_latent", lambda a: a[:, :0], r"q_latent\.size\(1\) is 0, expected between 1 and", "no-heads"),
     Mistake("q_latent", lambda a: a[..., :0], r"q_latent\.size\(2\) is 0, expected between 1", "no-width"),
-    Mistake("seq_lens", with_value(1, -1), r"seq_lens\[1\] is -1, expected at least 0", "negative"),
+    Mistake("seq_lens", with_value(1, -1), r"seq_lens\[1\] is -1, expected between 0 and \d+", "negative"),
     Mistake("seq_lens", with_value(1, 1), r"seq_lens\[1\] is 1, expected 0 or at least the request's 2", "short"),
     Mistake("seq_lens", with_value(0, 65), r"seq_lens\[0\] is 65, expected at most 64 \(block_table", "long"),
-    Mistake("seq_lens", with_value(0, 2**62), r"seq_lens\[0\] is \d+, expected at most 64", "huge"),
+    Mistake("seq_lens", with_value(0, 2**62), r"seq_lens\[0\] is \d+, expected between 0 and \d+", "huge"),
     Mistake("block_table", with_value((0, 1), -1), r"block_table\[0, 1\] is -1, expected between 0 and \d", "negative"),
     Mistake("block_table", with_value((0, 0), 6), r"block_table\[0, 0\] is 6, expected between 0 and 5", "beyond"),
     Mistake("block_table", with_value((1, 0), 2**40), r"block_table\[1, 0\] is 1099511627776, expected", "huge"),

@@ -29,8 +29,11 @@ extern "C" amxk_code amxk_prefill_attention(const amxk_tensor* out, const amxk_t
   check_queries(c, q_nope, "q_nope", q_pe, out, lse, kv_cache, scale);
   c.require(value >= 1 && value <= kMaxWidth, "out.size(2) is %" PRId64 ", expected between 1 and %" PRId64, value,
             kMaxWidth);
-  c.require(latent >= 1 && latent <= kMaxWidth,
-            "kv_cache.size(2) is %" PRId64 ", expected P of q_pe (%" PRId64 ") and 1 to %" PRId64 " latent columns",
+  // R is not given but follows from D and P, and packed weights know it to the next multiple of 32 only: were others
+  // allowed, a wrong P could pass for another R.
+  c.require(latent >= 1 && latent <= kMaxWidth && latent % kStepK == 0,
+            "kv_cache.size(2) is %" PRId64 ", expected P of q_pe (%" PRId64 ") and a multiple of 32 latent columns up to %"
+            PRId64,
             kv_cache->sizes[2], rope, kMaxWidth);
   if (c.ok()) c.packed_weight(w_uk, "w_uk", heads, nope, latent);
   if (c.ok()) c.packed_weight(w_uv, "w_uv", heads, value, latent);

@@ -107,7 +107,7 @@ AMXK_API amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* lse
  * The same attention in its decompressed form, for prefill: keys and values of every head are expanded from the latent
  * rows block by block, k = (w_uk . c, k_pe), v = w_uv . c. N: nope dims, E: value dims.
  * out: [T, H, E] bf16; lse: NULL or [T, H] fp32; q_nope: [T, H, N], q_pe: [T, H, P] bf16; w_uk: packed [H, N, R]; w_uv:
- * packed [H, E, R]; the rest as in amxk_attention. query_start_loc is required.
+ * packed [H, E, R], R a multiple of 32; the rest as in amxk_attention. query_start_loc is required.
  */
 AMXK_API amxk_code amxk_prefill_attention(const amxk_tensor* out, const amxk_tensor* lse, const amxk_tensor* q_nope,
                                           const amxk_tensor* q_pe, const amxk_tensor* kv_cache,

@@ -30,13 +30,13 @@ constexpr int kExpandRows = 64;      // latent rows per product while expanding:
 
 struct PrefillShape {
   int64_t width;       // of a latent row, padded to 32
-  int64_t latent;      // R, padded to 32: never past `width`, and the weights are zero from R on
+  int64_t latent;      // R, a multiple of 32
   int64_t key_width;   // N + P, padded to 32
   int64_t nope_panels, value_panels;
 
   explicit PrefillShape(const PrefillParams& p)
       : width(round_up(p.cache.latent + p.cache.rope, kStepK)),
-        latent(round_up(p.cache.latent, kStepK)),
+        latent(p.cache.latent),
         key_width(round_up(p.nope + p.cache.rope, kStepK)),
         nope_panels(ceil_div(p.nope, kGroup)),
         value_panels(ceil_div(p.value, kGroup)) {}
