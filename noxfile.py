@@ -128,8 +128,12 @@ def patches(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """vLLM's own tests of its AMX MLA ops, unchanged, on our kernels."""
-    pytest(ready(session), f"{BACKEND}/tests/test_conformance.py", *session.posargs)
+    """vLLM's own tests of its AMX MLA ops, unchanged, on our kernels; our overrides against every supported vLLM."""
+    environment = ready(session)
+    environment.run("ci/vllm_sources.py")
+    sources = {"VLLM_SOURCES": str(ROOT / ".nox" / "sources")}
+    tests = (f"{BACKEND}/tests/test_conformance.py", f"{BACKEND}/tests/test_signatures.py")
+    pytest(environment, *tests, *session.posargs, env=sources)
 
 
 @nox.session
