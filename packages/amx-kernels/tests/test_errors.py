@@ -182,7 +182,8 @@ def prefill_arrays() -> Arrays:
 
 
 PREFILL_MISTAKES = [
-    *(m for m in EXTEND_MISTAKES if m.name not in ("q_latent", "plan")),
+    # A wider q_pe leaves one latent column less, which the padded weights fit as well: not a mistake anyone can see.
+    *(m for m in EXTEND_MISTAKES if m.name not in ("q_latent", "plan") and m.id != "q_pe-size2-65"),
     *tensor_mistakes("q_nope", [4, 2, 96], "bfloat16", "float32"),
     *tensor_mistakes("w_uk", [2, 6, 256, 32], "bfloat16", "float32"),
     *tensor_mistakes("w_uv", [2, 5, 256, 32], "bfloat16", "float32"),

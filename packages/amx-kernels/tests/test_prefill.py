@@ -72,11 +72,12 @@ class Prefill:
     out: np.ndarray
     out_buffer: np.ndarray
 
-    def run(self, *, lse: bool = True, **changes: np.ndarray) -> None:
+    def run(self, **changes: np.ndarray | None) -> None:
+        """One call; keywords replace arguments."""
         d = self.data
         arguments = {
             "out": self.out,
-            "lse": d.lse if lse else None,
+            "lse": d.lse,
             "q_nope": self.q_nope,
             "q_pe": d.q_pe,
             "kv_cache": d.kv_cache,
@@ -155,7 +156,7 @@ def test_prefill(tier, case):
 @by_id([PrefillCase(AttentionCase(2, (40, 300), query_lens=(40, 33)))])
 def test_lse_is_optional(tier, case):
     prefill = case.build()
-    prefill.run(lse=False)
+    prefill.run(lse=None)
     prefill.check(lse=False)
 
 

@@ -97,6 +97,8 @@ def _opcheck_arguments():
         data.lse.zero_()
     queries = (decode.q_latent, decode.q_pe, decode.kv_cache.nan_to_num(0), decode.block_table, decode.seq_lens)
     new = (extend.q_latent, extend.q_pe, extend.kv_cache.nan_to_num(0), extend.block_table, extend.seq_lens)
+    w_uk, w_uv = (OPS.convert_weight_packed(torch.ones(16, n, 512, dtype=torch.bfloat16)) for n in (96, 80))
+    prefill = torch.zeros(37, 16, 80, dtype=torch.bfloat16), extend.lse, extend.q_latent[..., :96], *new[1:]
     bmm = BmmCase(2, 5, 40, 64).build().torch()
     bmm.out.zero_()
     packed = OPS.convert_weight_packed(bmm.mat2)
@@ -110,9 +112,10 @@ def _opcheck_arguments():
     yield "decode_attention_cpu", (decode.out, decode.lse, *queries, 0.1, plan)
     yield "decode_attention_cpu", (decode.out, None, *queries, 0.1)
     yield "extend_attention_cpu", (extend.out, extend.lse, *new, extend.query_start_loc, 0.1)
+    yield "prefill_attention_cpu", (*prefill, extend.query_start_loc, w_uk, w_uv, 0.1)
 
 
-@pytest.mark.parametrize("index", range(9))
+@pytest.mark.parametrize("index", range(10))
 def test_opcheck(index):
     """torch's own check of schema (mutations, aliases), fake, autograd registration and dynamic shapes."""
     name, arguments = list(_opcheck_arguments())[index]
