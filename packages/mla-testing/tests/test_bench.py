@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from mla_testing.bench.harness import Calibration, Contender, Measurement, measure, stats
+from mla_testing.bench.harness import Calibration, Contender, Measurement, measure, stats, waited
 from mla_testing.limits import Limits, LimitsError
 
 
@@ -27,6 +27,10 @@ class Clock:
         return work
 
 
+def no_waiting() -> float:
+    return 0.0
+
+
 def calibration(*seconds: float) -> Calibration:
     """A calibrator that answers the given times, the last one for ever."""
     times = itertools.chain(seconds, itertools.repeat(seconds[-1]))
@@ -36,7 +40,7 @@ def calibration(*seconds: float) -> Calibration:
 def test_undisturbed_rounds_all_count() -> None:
     clock = Clock()
     contenders = [Contender("ours", clock.call(0.010)), Contender("peer", clock.call(0.030))]
-    found = measure(contenders, threads=2, calibration=calibration(0.002), rounds=7, clock=clock)
+    found = measure(contenders, threads=2, calibration=calibration(0.002), rounds=7, clock=clock, waiting=no_waiting)
     assert found.rounds == {"valid": 7, "discarded": 0}
     assert not found.failed
     assert found.of("ours") == pytest.approx([10.0] * 7)
@@ -66,7 +70,14 @@ def test_a_disturbed_machine_ends_after_max_rounds_and_fails() -> None:
     clock = Clock()
     disturbed = calibration(0.001, 0.010)
     disturbed.warm_up(1, times=1)  # the one good sample: the best
-    found = measure([Contender("ours", clock.call(0.01))], threads=1, calibration=disturbed, max_rounds=9, clock=clock)
+    found = measure(
+        [Contender("ours", clock.call(0.01))],
+        threads=1,
+        calibration=disturbed,
+        max_rounds=9,
+        clock=clock,
+        waiting=no_waiting,
+    )
     assert found.rounds == {"valid": 0, "discarded": 9}
     assert found.failed
 
@@ -76,7 +87,7 @@ def test_a_disturbance_in_the_middle_of_a_round_is_seen() -> None:
     # Each round calibrates once before and once after every contender: 3 per round.
     seen = calibration(1.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0)
     contenders = [Contender("a", clock.call(0.01)), Contender("b", clock.call(0.02))]
-    found = measure(contenders, threads=1, calibration=seen, rounds=5, clock=clock)
+    found = measure(contenders, threads=1, calibration=seen, rounds=5, clock=clock, waiting=no_waiting)
     assert found.valid == [True, False, True, True, True, True]
     # The second round began with b and ended there.
     assert found.samples["a"][1] is None
@@ -84,11 +95,29 @@ def test_a_disturbance_in_the_middle_of_a_round_is_seen() -> None:
     assert found.of("a") == pytest.approx([10.0] * 5)
 
 
+def test_a_round_in_which_threads_waited_for_a_cpu_is_discarded() -> None:
+    clock = Clock()
+    account = iter([0.0, 0.0005, 0.0005, 0.0025, *[0.0025] * 10])  # before and after each sample: 5 %, then 20 %
+    contenders = [Contender("a", clock.call(0.01))]
+    found = measure(
+        contenders, threads=1, calibration=calibration(1.0), rounds=5, clock=clock, waiting=lambda: next(account)
+    )
+    assert found.waits[:3] == pytest.approx([0.05, 0.2, 0.0])
+    assert found.valid == [True, False, True, True, True, True]
+
+
+def test_waiting_is_accounted_in_seconds() -> None:
+    before = waited()
+    assert 0.0 <= before <= waited()
+
+
 def test_a_round_waits_for_the_disturbance_to_pass() -> None:
     clock = Clock()
     seen = calibration(1.0, *[3.0] * 40, 1.0)
     seen.warm_up(1, times=1)
-    found = measure([Contender("a", clock.call(0.01))], threads=1, calibration=seen, rounds=5, clock=clock)
+    found = measure(
+        [Contender("a", clock.call(0.01))], threads=1, calibration=seen, rounds=5, clock=clock, waiting=no_waiting
+    )
     assert found.rounds == {"valid": 5, "discarded": 0}
 
 
@@ -100,7 +129,9 @@ def test_short_calls_are_repeated_within_a_sample() -> None:
         next(calls)
         clock.now += 1e-5
 
-    found = measure([Contender("ours", work)], threads=1, calibration=calibration(1.0), rounds=5, clock=clock)
+    found = measure(
+        [Contender("ours", work)], threads=1, calibration=calibration(1.0), rounds=5, clock=clock, waiting=no_waiting
+    )
     assert found.of("ours") == pytest.approx([0.01] * 5)
     assert next(calls) >= 5 * 150
 
@@ -116,7 +147,7 @@ def test_the_order_of_contenders_rotates() -> None:
         return work
 
     contenders = [Contender(name, named(name)) for name in "abc"]
-    measure(contenders, threads=1, calibration=calibration(1.0), rounds=5, clock=clock)
+    measure(contenders, threads=1, calibration=calibration(1.0), rounds=5, clock=clock, waiting=no_waiting)
     rounds = ["".join(order[i : i + 3]) for i in range(6, len(order), 3)]  # after warm-up and estimate of each
     assert rounds == ["abc", "bca", "cab", "abc", "bca"]
 

@@ -40,7 +40,7 @@ int mla_limits_usable(int kind);
 /* Asks the kernel for AMX tile data. 0 if granted (or granted before), else errno. The only function that asks. */
 int mla_limits_request_amx(void);
 
-/* FLOP/s of `kind` over about `seconds`, best of several passes; negative: mla_limits_status. */
+/* FLOP/s of `kind` over about `seconds`, best of passes of 5 ms; negative: mla_limits_status. */
 double mla_limits_compute(int kind, int threads, double seconds);
 
 /* Bytes/s read from `bytes` (in total, split evenly between the threads) again and again for about `seconds`, best pass. */

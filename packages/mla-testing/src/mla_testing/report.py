@@ -91,6 +91,7 @@ def result(
             "best": 1e3 * measurement.best,
             "rounds": [round(1e3 * elapsed, 4) for elapsed in measurement.calibrations],
         },
+        "waited_for_cpu": [round(wait, 4) for wait in measurement.waits],
         "checked": checked.get(ours),
         "flop": flop,
         "bytes": size,

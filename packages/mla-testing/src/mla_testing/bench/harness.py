@@ -3,29 +3,56 @@
 
 In each round every contender is timed once, in rotating order, and before and after each of them a fixed loop (the
 calibrator) runs on as many threads. A round in which the calibrator needed more than 1.1 times its best of the whole
-run is discarded for all contenders alike, and counted; it ends there and then. With fewer than 5 rounds left the
-measurement has failed: it says so instead of giving a number. A round begins only when the calibrator is undisturbed,
-or after a second of waiting. Ratios are made from medians and, separately, from minima.
+run is discarded for all contenders alike, and counted; it ends there and then. So is one in which threads of this
+process waited for a CPU for more than a tenth of a sample: the scheduler's own account sees what a short loop that
+fits between two other tasks does not. With fewer than 5 rounds left the measurement has failed: it says so instead of
+giving a number. A round begins only when the calibrator is undisturbed, or after a second of waiting. Ratios are made
+from medians and, separately, from minima.
 """
 
 from __future__ import annotations
 
+import glob
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["DISTURBED", "MIN_VALID_ROUNDS", "Calibration", "Contender", "Measurement", "measure", "stats"]
+__all__ = [
+    "DISTURBED",
+    "MIN_VALID_ROUNDS",
+    "WAITED",
+    "Calibration",
+    "Contender",
+    "Measurement",
+    "measure",
+    "stats",
+    "waited",
+]
 
 #: A round is discarded where the calibrator takes longer than this many times its best.
 DISTURBED = 1.1
+#: A round is discarded where threads waited for a CPU for more than this part of a sample.
+WAITED = 0.1
 #: A measurement with fewer valid rounds has failed.
 MIN_VALID_ROUNDS = 5
 #: Calls are repeated within a sample until it is about this long, so that the clock and one interrupt weigh little.
 _SAMPLE_SECONDS = 2e-3
 #: Threads of a pool may spin for a moment after a parallel region; the calibrator shall not meet them.
 _SETTLE_SECONDS = 2e-3
+
+
+def waited() -> float:
+    """Seconds that this process's living threads were ready to run but had no CPU so far; 0.0 where not accounted."""
+    total = 0
+    for path in glob.iglob("/proc/self/task/*/schedstat"):
+        try:
+            with open(path) as file:
+                total += int(file.read().split()[1])
+        except (OSError, IndexError):  # the thread has ended, or the kernel does not say
+            continue
+    return total / 1e9
 
 
 @dataclass
@@ -73,17 +100,21 @@ class Contender:
 @dataclass
 class Measurement:
     """Raw samples. ``samples[name][i]`` is the time per call in round i, in ms, None where the round ended before;
-    ``calibrations[i]`` is that round's worst calibration, in seconds."""
+    ``calibrations[i]`` is that round's worst calibration, in seconds; ``waits[i]`` the largest part of a sample that
+    threads waited for a CPU (an empty list: never)."""
 
     threads: int
     samples: dict[str, list[float | None]]
     calibrations: list[float]
     best: float
+    waits: list[float] = field(default_factory=list)
 
     @property
     def valid(self) -> list[bool]:
-        """Per round: whether the calibrator was undisturbed."""
-        return [elapsed <= DISTURBED * self.best for elapsed in self.calibrations]
+        """Per round: whether the calibrator was undisturbed and no sample waited for a CPU."""
+        waits = self.waits or [0.0] * len(self.calibrations)
+        pairs = zip(self.calibrations, waits, strict=True)
+        return [elapsed <= DISTURBED * self.best and wait <= WAITED for elapsed, wait in pairs]
 
     @property
     def rounds(self) -> dict[str, int]:
@@ -132,6 +163,7 @@ def measure(
     max_rounds: int = 21,
     give_up: float = 30.0,
     clock: Callable[[], float] = time.perf_counter,
+    waiting: Callable[[], float] = waited,
 ) -> Measurement:
     """Times ``contenders`` in interleaved rounds until ``rounds`` of them are valid or ``max_rounds`` were run.
 
@@ -143,6 +175,7 @@ def measure(
         max_rounds: rounds after which to give up.
         give_up: seconds after which no further round begins; a calm machine needs far less.
         clock: seconds; for tests.
+        waiting: seconds waited for a CPU so far; for tests.
 
     Raises:
         ValueError: duplicate names, or fewer rounds wanted than needed.
@@ -166,19 +199,24 @@ def measure(
             break
         worst = calibration.calm(threads)
         taken: dict[str, float] = {}
+        share = 0.0
         shift = index % max(1, len(contenders))
         for contender in [*contenders[shift:], *contenders[:shift]]:
             if contender.select:
                 contender.select()
             if calls[contender.name] > 1:
                 contender.call()  # the calibrator and the others left the caches cold
+            before = waiting()
             taken[contender.name] = _timed(contender, calls[contender.name], clock)
+            wait = waiting() - before
+            share = max(share, wait / max(taken[contender.name] / 1e3 * calls[contender.name], 1e-9))
             worst = max(worst, calibration(threads))
-            if calibration.disturbed(worst, threads):
+            if share > WAITED or calibration.disturbed(worst, threads):
                 break
         for name in names:
             result.samples[name].append(taken.get(name))
         result.calibrations.append(worst)
+        result.waits.append(share)
         result.best = calibration.best[threads]
         if result.rounds["valid"] >= rounds:
             break
