@@ -7,6 +7,7 @@ against the same reference. Memory the op has no business with is NaN or infinit
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,21 +30,31 @@ WIDTHS = st.one_of(st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 96]), 
 INDEX = st.sampled_from(["int32", "int64"])
 
 
+#: Latent widths. Below 16 an output has so few columns that all may be near zero by chance; its direction, which the
+#: tolerance also judges, means nothing; the fault tests run those widths on fixed numbers.
+RANKS = st.one_of(st.sampled_from([16, 17, 31, 32, 33, 48, 64, 96]), st.integers(16, 80))
+HEADS = st.sampled_from([*range(1, 21), 32, 40, 128])
+#: The decompressed form takes whole groups of latent columns.
+WHOLE_RANKS = st.sampled_from([32, 64, 96, 128])
+
+
 @st.composite
-def attention_cases(draw: st.DrawFn, decode: bool) -> cases.AttentionCase:
+def attention_cases(
+    draw: st.DrawFn, decode: bool, ranks: st.SearchStrategy[int] = RANKS, heads: st.SearchStrategy[int] = HEADS
+) -> cases.AttentionCase:
     requests = draw(st.integers(0, 5))
     lens = [draw(LENGTHS) for _ in range(requests)]
     new: tuple[int, ...] | None = None
     if not decode:
         new = tuple(draw(st.integers(0, min(n, 40))) if n else draw(st.integers(0, 3)) for n in lens)
     return cases.AttentionCase(
-        heads=draw(st.one_of(st.integers(1, 20), st.sampled_from([32, 40, 128]))),
+        heads=draw(heads),
         seq_lens=tuple(lens),
         query_lens=new,
         block_size=draw(st.sampled_from([1, 2, 7, 16, 24, 32, 48, 64, 128])),
         layout=draw(st.sampled_from(cases.LAYOUTS)),
         index_dtype=draw(INDEX),
-        rank=draw(WIDTHS),
+        rank=draw(ranks),
         rope=draw(st.one_of(st.just(0), st.sampled_from([8, 16, 32]), st.integers(0, 40))),
         fused_q=draw(st.booleans()),
         out_padding=draw(st.sampled_from([0, 0, 1, 8, 24])),
@@ -91,26 +102,39 @@ def attention(case: cases.AttentionCase, planned: bool) -> None:
     data.check()
 
 
-def prefill(drawn: tuple[cases.AttentionCase, int, int], with_lse: bool) -> None:
-    """The decompressed form, its weights as small as to keep outputs the size of their inputs."""
-    case, nope, value = drawn
+@functools.lru_cache(maxsize=2)
+def prefill_values(
+    case: cases.AttentionCase, nope: int, value: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, reference.Attention]:
+    """q_nope, W_UK, W_UV and the float64 answer, once for all tiers; weights so small that outputs are like inputs."""
     data = case.build()
-    heads, rank, tokens = case.heads, case.rank, len(data.q_latent)
-    q_nope = normal(case.seed, tokens, heads, nope)
+    q_nope = normal(case.seed, len(data.q_latent), case.heads, nope)
     q_nope[data.live_tokens :] = bf16.NAN
     rng = np.random.default_rng(case.seed)
-    w_uk = bf16.from_float(rng.standard_normal((heads, nope, rank), np.float32) / np.float32(nope) ** 0.5)
-    w_uv = bf16.from_float(rng.standard_normal((heads, value, rank), np.float32) / np.float32(rank) ** 0.5)
-    out, buffer = cases.guarded((tokens, heads, value), np.uint16, row_padding=case.out_padding)
-    metadata = (data.kv_cache, data.block_table, data.seq_lens, data.query_start_loc)
-    amx_kernels.prefill_attention_cpu(
-        out, data.lse if with_lse else None, q_nope, data.q_pe, *metadata,
-        amx_kernels.convert_weight_packed(w_uk), amx_kernels.convert_weight_packed(w_uv), data.scale,
-    )  # fmt: skip
+    w_uk = bf16.from_float(rng.standard_normal((case.heads, nope, case.rank), np.float32) / np.float32(nope) ** 0.5)
+    w_uv = bf16.from_float(
+        rng.standard_normal((case.heads, value, case.rank), np.float32) / np.float32(case.rank) ** 0.5
+    )
     live = data.live_tokens
     expected = reference.mla_prefill_details(
-        q_nope[:live], data.q_pe[:live], *metadata, w_uk.transpose(0, 2, 1), w_uv, data.scale
-    )
+        q_nope[:live], data.q_pe[:live], data.kv_cache, data.block_table, data.seq_lens, data.query_start_loc,
+        w_uk.transpose(0, 2, 1), w_uv, data.scale,
+    )  # fmt: skip
+    return q_nope, w_uk, w_uv, expected
+
+
+def prefill(drawn: tuple[cases.AttentionCase, int, int], with_lse: bool) -> None:
+    """The decompressed form."""
+    case, _, value = drawn
+    data = case.build()
+    q_nope, w_uk, w_uv, expected = prefill_values(*drawn)
+    out, buffer = cases.guarded((len(q_nope), case.heads, value), np.uint16, row_padding=case.out_padding)
+    amx_kernels.prefill_attention_cpu(
+        out, data.lse if with_lse else None, q_nope, data.q_pe, data.kv_cache, data.block_table, data.seq_lens,
+        data.query_start_loc, amx_kernels.convert_weight_packed(w_uk), amx_kernels.convert_weight_packed(w_uv),
+        data.scale,
+    )  # fmt: skip
+    live = data.live_tokens
     compare.assert_close(out[:live], expected.out, tol=tolerances.prefill(expected), what="out")
     if with_lse:
         tol = tolerances.lse(expected, rounded_operands=True)
@@ -158,7 +182,11 @@ class Property:
 PROPERTIES = (
     Property("decode_attention_cpu", attention_cases(True), attention),
     Property("extend_attention_cpu", attention_cases(False), attention),
-    Property("prefill_attention_cpu", st.tuples(attention_cases(False), WIDTHS, WIDTHS), prefill),
+    Property(
+        "prefill_attention_cpu",
+        st.tuples(attention_cases(False, WHOLE_RANKS, st.integers(1, 7)), WIDTHS, WIDTHS),
+        prefill,
+    ),
     Property("bmm_cpu", BMM_CASES, bmm),
     Property("convert_weight_packed", PACK_SHAPES, pack),
     Property("concat_and_cache_mla_cpu", CONCAT_CASES, concat),
