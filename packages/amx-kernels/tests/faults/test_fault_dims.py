@@ -65,3 +65,13 @@ def test_a_projection_of_the_wrong_half_is_refused() -> None:
     packed = amx_kernels.convert_weight_packed(normal(1, 2, 192, 64))
     with pytest.raises(ValueError, match=r"mat2\.size\(1\) is 12, expected 16"):
         amx_kernels.bmm_cpu(np.full((2, 3, 256), bf16.NAN), normal(2, 2, 3, 64), packed, True)
+
+
+@fault(62, "https://github.com/vllm-project/vllm/pull/55385")
+def test_rows_without_a_rotated_part_are_cached() -> None:
+    """P = 0: k_pe is an empty tensor, of which nothing is read, not even its address."""
+    kv_c, cache = normal(1, 3, 64), np.zeros((2, 4, 64), np.uint16)
+    amx_kernels.concat_and_cache_mla_cpu(kv_c, np.zeros((3, 0), np.uint16), cache, np.array([5, -1, 0]))
+    expected = np.zeros((8, 64), np.uint16)
+    expected[5], expected[0] = kv_c[0], kv_c[2]
+    assert np.array_equal(cache.reshape(8, 64), expected)

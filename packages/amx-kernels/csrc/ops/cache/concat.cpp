@@ -21,7 +21,7 @@ void concat_task(void* argument, int task) {
     if (slot < 0) continue;
     bf16* row = p.cache + slot / p.block_size * p.cache_block + slot % p.block_size * p.cache_row;
     memcpy(row, p.kv_c + t * p.kv_c_token, static_cast<size_t>(p.latent) * sizeof(bf16));
-    memcpy(row + p.latent, p.k_pe + t * p.k_pe_token, static_cast<size_t>(p.rope) * sizeof(bf16));
+    if (p.rope > 0) memcpy(row + p.latent, p.k_pe + t * p.k_pe_token, static_cast<size_t>(p.rope) * sizeof(bf16));
   }
 }
 
