@@ -76,7 +76,8 @@ struct Worker {
   size_t place(char* base, const Shape& s) {
     size_t at = 0;
     const auto take = [&](size_t bytes) {
-      char* p = base + at;
+      // In integers: base is null when only the size is asked for.
+      char* p = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(base) + at);
       at += static_cast<size_t>(round_up(static_cast<int64_t>(bytes), 64)) + 64;
       return p;
     };

@@ -61,7 +61,8 @@ struct PrefillWorker {
   size_t place(char* base, const PrefillShape& s, int64_t queries) {
     size_t at = 0;
     const auto take = [&](int64_t bytes) {
-      char* p = base + at;
+      // In integers: base is null when only the size is asked for.
+      char* p = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(base) + at);
       at += static_cast<size_t>(round_up(bytes, 64)) + 64;
       return p;
     };
