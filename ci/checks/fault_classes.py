@@ -407,8 +407,8 @@ def page(found: list[Mark]) -> str:
         "",
         "People met these faults in vLLM, SGLang, llama.cpp, oneDNN, PyTorch and their kin, running latent",
         "attention or AMX code. The kind of each is answered here, not the one instance: by a test that shows the",
-        "right behaviour (*covered*), by a clear error and a test of it (*refused*), or by the reason why it cannot happen",
-        "(*explained*).",
+        "right behaviour (*covered*), by a clear error and a test of it (*refused*), or by the reason why it cannot",
+        "happen (*explained*).",
         f"Of {len(ROWS)} rows, {count['covered']} are covered, {count['refused']} refused and "
         f"{count['explained']} explained.",
         "",
