@@ -7,6 +7,7 @@
 #endif
 
 #include <algorithm>
+#include <cstdio>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -19,12 +20,33 @@ namespace {
 
 constexpr int kMaxThreads = 4096;
 
+// CPUs that a container's quota pays for, or a large number: cgroup v2's "quota period" file, else v1's two files.
+int quota_threads() {
+  double quota = -1, period = -1;
+  if (std::FILE* file = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
+    if (std::fscanf(file, "%lf %lf", &quota, &period) != 2) quota = -1;  // "max"
+    std::fclose(file);
+  } else {
+    const auto read = [](const char* path, double& value) {
+      if (std::FILE* one = std::fopen(path, "r")) {
+        if (std::fscanf(one, "%lf", &value) != 1) value = -1;
+        std::fclose(one);
+      }
+    };
+    read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", quota);
+    read("/sys/fs/cgroup/cpu/cpu.cfs_period_us", period);
+  }
+  return quota > 0 && period > 0 ? std::max(1, static_cast<int>(quota / period + 0.999)) : kMaxThreads;
+}
+
+// The CPUs this process may run on, within the container's quota.
 int default_threads() {
+  int cpus = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 #if defined(__linux__)
   cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+  if (sched_getaffinity(0, sizeof set, &set) == 0) cpus = std::max(1, CPU_COUNT(&set));
 #endif
-  return std::max(1u, std::thread::hardware_concurrency());
+  return std::min(cpus, quota_threads());
 }
 
 class Pool {
@@ -117,7 +139,8 @@ extern "C" amxk_code amxk_set_num_threads(int n, amxk_error* error) {
 
 extern "C" int amxk_get_num_threads(void) {
   const std::lock_guard<std::mutex> lock(setup);
-  return num_threads > 0 ? num_threads : default_threads();
+  if (num_threads == 0) num_threads = default_threads();  // once: the quota is a file
+  return num_threads;
 }
 
 extern "C" amxk_parallel amxk_default_parallel(void) { return {amxk_get_num_threads(), nullptr, run}; }
