@@ -113,8 +113,9 @@ def main() -> int:
         log = Path(folder) / "serve.log"
         print("2. vllm serve")
         begin = time.monotonic()
-        with Server(str(model), "--served-model-name", "tiny", "--max-model-len", "3072", "--max-num-seqs", "16",
-                    "--enable-prompt-tokens-details", "--max-logprobs", "5", log=log) as server:  # fmt: skip
+        options = ("--served-model-name", "tiny", "--max-model-len", "3072", "--max-num-seqs", "16",
+                   "--enable-prompt-tokens-details", "--max-logprobs", "5")  # fmt: skip
+        with Server(str(model), *options, log=log, env={"VLLM_CPU_KVCACHE_SPACE": "1"}) as server:
             who = server.announcement()
             print(f"   ready after {time.monotonic() - begin:.0f} s on {server.url}: {who}")
             client = Client(server.url, "tiny")

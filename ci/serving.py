@@ -34,8 +34,8 @@ class Announcement(NamedTuple):
 
 
 def command(model: str, *options: str) -> list[str]:
-    """The command line of `vllm serve` in this Python's environment."""
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *options]
+    """The command line of `vllm serve` in this Python's environment (see ``amx_mla_backend.__main__``)."""
+    return [sys.executable, "-m", "amx_mla_backend", "serve", model, *options]
 
 
 def environment(options: tuple[str, ...] = ()) -> dict[str, str]:
@@ -51,20 +51,22 @@ def environment(options: tuple[str, ...] = ()) -> dict[str, str]:
 class Server:
     """A server on a free local port, as a context manager: it serves once entered, and is gone once left."""
 
-    def __init__(self, model: str, *options: str, log: Path, timeout: float = 600.0) -> None:
+    def __init__(
+        self, model: str, *options: str, log: Path, env: dict[str, str] | None = None, timeout: float = 600.0
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self._timeout = timeout
-        self._options = options
+        self._env = environment(options) | (env or {})
         self._command = command(model, "--host", "127.0.0.1", "--port", str(self.port), *options)
 
     def __enter__(self) -> Server:
         with open(self.log, "w") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, env=environment(self._options), start_new_session=True
+                self._command, stdout=log, stderr=log, env=self._env, start_new_session=True
             )
         deadline = time.monotonic() + self._timeout
         try:
@@ -99,9 +101,11 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def tail(self, lines: int = 40) -> str:
-        """The end of the log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def tail(self, lines: int = 20) -> str:
+        """The first error in the log, and its end."""
+        text = self.log.read_text(errors="replace").splitlines()
+        first = next((line for line in text if re.search(r"\w(Error|Exception): ", line)), "")
+        return "\n".join([first, "…", *text[-lines:]])
 
     def announcement(self) -> Announcement | None:
         """Backend, tier and threads as the server announced them; None if our backend does not serve."""

@@ -118,7 +118,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder, port = tmp_path_factory.mktemp("serve"), free_port()
     log = folder / "log.txt"
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoints.make("yarn")),
+        sys.executable, "-m", "amx_mla_backend", "serve", str(checkpoints.make("yarn")),
         "--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1", "--enforce-eager",
         "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "32", "--max-num-seqs", "32",
         "--num-gpu-blocks-override", str(BLOCKS), "--block-size", "64", "--no-enable-prefix-caching",
