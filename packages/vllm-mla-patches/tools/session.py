@@ -160,7 +160,13 @@ def reference_serves(session: Session, every_step: bool) -> None:
 
 
 def backend_serves(session: Session) -> None:
-    """The project's own backend on patched 0.28.0, in bfloat16: chosen by default, by name, left aside by name."""
+    """The project's own backend on patched 0.28.0: who is chosen in each cell of the matrix, and three of them served.
+
+    In bfloat16: chosen by default, chosen by name with cached prefixes, and left aside by name.
+    """
+    with session.step(f"the selector matrix on patched {VERSION}"):
+        session.go_to(len(session.series.patches))
+        session.report["matrix"] = last_json(run(sys.executable, str(TOOLS / "matrix.py")))
     for name, options, is_reference in (
         ("by default", [], False),
         ("by name, cached prefix", ["--attention-backend", "AMX_MLA", "--repeat"], False),
