@@ -72,6 +72,13 @@ def emulated(session: nox.Session) -> None:
 
 
 @nox.session
+def test_zen(session: nox.Session) -> None:
+    """Our backend on vLLM's ZenCpuPlatform, with zentorch installed for real, in an environment of its own."""
+    zen = f"zentorch=={envs.VERSIONS['zentorch']['version']}"
+    pytest(ready(session, extra=(zen, "deprecated", "wrapt")), f"{BACKEND}/tests/e2e/test_serving.py", "-k", "zen")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, types, and the repository's own rules (who may import whom, licences, versions)."""
     environment = envs.tools(session, "lint", "ruff", "mypy", "tomli")

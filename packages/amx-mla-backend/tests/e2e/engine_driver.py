@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one vLLM engine in a process of its own: jobs in (a JSON file), observations out (another).
 
-Input: {"model", "engine": {LLM arguments}, "emulate": bool, "jobs": {name: {"prompts": [[token ids]], "max_tokens",
-"prompt_logprobs": bool, "alone": bool}}}.
+Input: {"model", "engine": {LLM arguments}, "emulate": bool, "amd": bool (vLLM takes the CPU for an AMD one), "jobs":
+{name: {"prompts": [[token ids]], "max_tokens", "prompt_logprobs": bool, "alone": bool}}}.
 
 Output: {"platform": [class name], "layers": {...} (engines in this process), "emulated": {counter: int},
 "jobs": {name: {"requests": [request], "calls": {op: int}}}}, a request being {"prompt", "tokens", "token_logprobs",
@@ -65,6 +65,11 @@ def main(source: str, target: str) -> None:
 
         amx_emulator.deny_amx_permission()  # whoever else would ask for it, so that every tile instruction traps
         emulation = amx_emulator.emulate()
+
+    if work["amd"]:
+        import vllm.platforms
+
+        vllm.platforms._is_amd_zen_cpu = lambda: True
 
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform

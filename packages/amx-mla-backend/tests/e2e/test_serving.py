@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Engine:
     options: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     emulate: bool = False
+    zentorch: bool = False
     lengths: tuple[int, ...] = tuple(LENGTHS)
     extra_jobs: bool = False
 
@@ -70,6 +72,7 @@ ENGINES: dict[str, Engine] = {
         emulate=True,
         lengths=(4, 40),
     ),
+    "yarn-zentorch": Engine(options=ONE_PASS, zentorch=True, lengths=(4, 64, 257)),
 }
 
 
@@ -105,6 +108,7 @@ def start(name: str, model: Path, folder: Path) -> dict[str, Any]:
         "model": str(model),
         "engine": {"max_model_len": 3072, "max_num_seqs": 8, **engine.options},
         "emulate": engine.emulate,
+        "amd": engine.zentorch,
         "jobs": jobs,
     }
     (folder / "work.json").write_text(json.dumps(work))
@@ -125,10 +129,17 @@ def start(name: str, model: Path, folder: Path) -> dict[str, Any]:
     return {**json.loads((folder / "result.json").read_text()), "log": lines}
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_agrees_with_transformers(run: Any, checkpoint: Any, name: str) -> None:
+def need(name: str) -> None:
+    """Skip, with the reason, an engine that this machine or environment cannot run."""
     if ENGINES[name].emulate and (mode := amx_emulator.mode()).startswith("unavailable"):
         pytest.skip(mode)
+    if ENGINES[name].zentorch and find_spec("zentorch") is None:
+        pytest.skip("zentorch is not installed here; `nox -s test_zen` has it")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_agrees_with_transformers(run: Any, checkpoint: Any, name: str) -> None:
+    need(name)
     result = run(name)
     judge(checkpoint(ENGINES[name].checkpoint), result["jobs"]["batch"]["requests"])
 
@@ -204,11 +215,18 @@ def test_one_line_says_who_serves(run: Any) -> None:
 
 
 def test_the_platform_extends_the_one_vllm_would_choose(run: Any) -> None:
-    """With zentorch installed on an AMD host that is ZenCpuPlatform; running this file there is the zentorch cell."""
     from amx_mla_backend import platform
 
     names = run("yarn-eager")["platform"]
     assert names[1] == "LatentAttentionPlatform" and names[2] == platform.detected().rpartition(".")[2]
+
+
+def test_zentorch_keeps_its_platform(run: Any) -> None:
+    """Our attention, and zentorch's linear and MoE kernels: the platform is a subclass of ZenCpuPlatform."""
+    need("yarn-zentorch")
+    result = run("yarn-zentorch")
+    assert result["platform"][:3] == ["AmxMlaZenCpuPlatform", "LatentAttentionPlatform", "ZenCpuPlatform"]
+    assert result["layers"]["classes"] == ["AMXMLAAttention"]
 
 
 def test_the_forced_tier_serves(run: Any) -> None:
@@ -217,8 +235,7 @@ def test_the_forced_tier_serves(run: Any) -> None:
 
 def test_emulated_amx_executes_tiles(run: Any) -> None:
     """The shipped tile code runs end to end on any machine; on one with AMX the other engines run it natively."""
-    if (mode := amx_emulator.mode()).startswith("unavailable"):
-        pytest.skip(mode)
+    need("yarn-emulated-amx")
     result = run("yarn-emulated-amx")
     assert any("tier amxbf16," in line for line in result["log"])
     assert result["emulated"]["TDPBF16PS"] > 0
