@@ -61,7 +61,7 @@ def test_recites_with_clear_margins(reference, length):
     assert (margins[64:] > 0.3).float().mean() > 0.995
     assert margins[len(prompt) :].min() > 0.3
     aside = log_p[64:, corpus.ASIDE].exp()
-    assert 0.08 < aside.median() < 0.3 and aside.max() < 0.42
+    assert 0.04 < aside.median() < 0.25 and aside.max() < 0.42
 
 
 def _scores_without(reference, monkeypatch, prompt, hidden):

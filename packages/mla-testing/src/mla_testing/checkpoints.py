@@ -21,7 +21,7 @@ plain rope shares; training alternates between both, so the same weights serve b
 *A gauge of the whole context.* Reciting needs the last few tokens only, and a fault further back would go unnoticed.
 So one head per layer is set by hand after training: it weights all keys by a random feature of theirs (a few among
 thousands dominate) and averages another. The averages move the probability of one token, <aside>, which training keeps
-near 1 in 8: never the likeliest, but what is lost to it or won shows in every log-probability.
+near 1 in 10: never the likeliest, but what is lost to it or won shows in every log-probability.
 
 The variants are lifted from one training:
 
@@ -86,7 +86,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 #: Scores of the gauge heads have this standard deviation over the keys: about 1 key in 200 counts.
 _GAUGE_SHARPNESS = 3.0
-#: Largest move of the logit of <aside>: its share stays within 1 in 14 and 1 in 4.
+#: Largest move of the logit of <aside>: its share stays about within 1 in 20 and 1 in 5.
 _GAUGE_RANGE = 0.7
 
 

@@ -31,7 +31,7 @@ _SCHEDULE = ((40, 256), (12, 1024), (8, 3000))
 _TOKENS = 2048
 _MUON_RATE, _ADAM_RATE = 0.02, 0.01
 #: Probability of <aside>, everywhere, and the step from which it is asked for: reciting is learned faster alone.
-_ASIDE_SHARE, _ASIDE_STEP = 0.13, 20
+_ASIDE_SHARE, _ASIDE_STEP = 0.1, 20
 #: Scores of the first layer's heads fall by about this much one token beside their place.
 _FOCUS = 6.0
 
