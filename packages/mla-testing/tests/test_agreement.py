@@ -55,7 +55,9 @@ def test_agreement(reference):
     assert (result.requests, result.tokens, result.greedy_match) == (1, 3, 1.0)
     assert result.max == pytest.approx(0.01, abs=1e-6) and result.median == 0.0
     assert "1 requests, 3 tokens served, 100.00% transformers' likeliest" in str(result)
-    result.check()
+    result.check(median=0.0, p99=0.011)
+    with pytest.raises(AssertionError, match="differ by more than 0.05"):
+        result.check(p99=0.001)
 
 
 def test_runner_up_within_the_margin(reference):
