@@ -118,7 +118,7 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
   p.q_latent = static_cast<const bf16*>(q_latent->data);
   p.q_latent_token = q_latent->strides[0];
   p.q_latent_head = q_latent->strides[1];
-  p.q_pe = static_cast<const bf16*>(q_pe->data);
+  p.q_pe = elements(q_pe);
   p.q_pe_token = q_pe->strides[0];
   p.q_pe_head = q_pe->strides[1];
   p.cache = paged_cache(kv_cache, block_table, latent, rope);

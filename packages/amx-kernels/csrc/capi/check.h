@@ -56,6 +56,12 @@ AMXK_INLINE int64_t index_at(const amxk_tensor* t, int64_t i) {
                               : static_cast<const int32_t*>(t->data)[i * t->strides[0]];
 }
 
+// Where bf16 elements are. An empty tensor may have a null pointer, on which not even offsets may be computed.
+AMXK_INLINE const bf16* elements(const amxk_tensor* t) {
+  static const bf16 none = 0;
+  return t->data != nullptr ? static_cast<const bf16*>(t->data) : &none;
+}
+
 constexpr int32_t kMaxThreads = 4096;
 
 // The caller's threads, or serial; a thread count outside 1 .. kMaxThreads counts as the nearest of these.

@@ -54,7 +54,7 @@ extern "C" amxk_code amxk_prefill_attention(const amxk_tensor* out, const amxk_t
   p.q_nope = static_cast<const bf16*>(q_nope->data);
   p.q_nope_token = q_nope->strides[0];
   p.q_nope_head = q_nope->strides[1];
-  p.q_pe = static_cast<const bf16*>(q_pe->data);
+  p.q_pe = elements(q_pe);
   p.q_pe_token = q_pe->strides[0];
   p.q_pe_head = q_pe->strides[1];
   p.cache = paged_cache(kv_cache, block_table, latent, rope);

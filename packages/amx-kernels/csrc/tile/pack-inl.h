@@ -25,7 +25,7 @@ AMXK_INLINE void copy_elements(bf16* to, const bf16* from, int64_t n) {
 AMXK_INLINE void copy_group(const bf16* rows, int64_t stride, int64_t n, int64_t width, int64_t padded, bf16* to) {
   for (int64_t i = 0; i < kGroup; ++i, to += padded) {
     const int64_t filled = i < n ? width : 0;
-    copy_elements(to, rows + i * stride, filled);
+    copy_elements(to, rows + (i < n ? i * stride : 0), filled);  // the stride of a single row may be anything
     memset(to + filled, 0, static_cast<size_t>(padded - filled) * sizeof(bf16));
   }
 }
