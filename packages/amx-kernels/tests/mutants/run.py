@@ -56,8 +56,8 @@ MUTANTS = (
     Mutant(
         "padding keys not masked",
         "ops/attention/attention-inl.h",
-        "min<int64_t>(w.limit[g * kGroup + i] - first, block.keys)",
-        "min<int64_t>(w.limit[g * kGroup + i] - first, padded)",
+        "masked |= limit[i] < padded;",
+        "masked |= limit[i] < block.keys;",
         ATTENTION,
     ),
     Mutant(
