@@ -186,7 +186,8 @@ class Worker:
         try:
             return self.connection.recv()
         except EOFError:
-            raise RuntimeError(f"engine {self.name} ended:\n{self.tail()}") from None
+            status = self.process.wait()
+            raise RuntimeError(f"engine {self.name} ended with {status}:\n{self.tail()}") from None
 
     def tail(self) -> str:
         """The end of its log."""
@@ -266,16 +267,19 @@ def _measure(
             for sample in range(rounds + 1):
                 one_round(workers, sample)
             for worker in workers:
-                shares = {
-                    name: worker.run(job, prompts(name, rounds + 1), vocabulary, profile=True)
-                    for name, job in jobs.items()
-                    if name in (min(jobs), max(jobs))
-                }
-                found["shares"][worker.name] = {name: outcome["attention_share"] for name, outcome in shares.items()}
+                measured = [outcome for by_name in found["samples"].values() for outcome in by_name[worker.name]]
                 found["engines"][worker.name] = {
                     **worker.info,
-                    "peak_rss_mib": max(outcome["rss_mib"] for outcome in shares.values()),
+                    "peak_rss_mib": max(outcome["rss_mib"] for outcome in measured),
                 }
+                try:  # last, so that an engine that a profiler brings down has already given its figures
+                    found["shares"][worker.name] = {
+                        name: worker.run(job, prompts(name, rounds + 1), vocabulary, profile=True)["attention_share"]
+                        for name, job in jobs.items()
+                        if name in (min(jobs), max(jobs))
+                    }
+                except RuntimeError as error:
+                    print(f"no attention share of {worker.name}: {error}", file=sys.stderr)
     return found
 
 
