@@ -93,6 +93,15 @@ class Client:
         }
 
 
+def agrees(found: agreement.Agreement) -> bool:
+    """Whether the answers are right, by the limits that a tiny checkpoint allows."""
+    try:
+        found.check(median=agreement.TINY_MEDIAN, p99=agreement.TINY_P99)
+    except AssertionError:
+        return False
+    return True
+
+
 def shown(text: str, width: int = 60) -> str:
     text = " ".join(text.split())
     return text if len(text) <= width else "…" + text[-width:]
@@ -150,7 +159,7 @@ def main() -> int:
             ("our backend did not serve", who is None or who.backend != "AMX_MLA"),
             ("the stream came in one piece", streamed["pieces"] < 2),
             ("the repeated prompt was not taken from the prefix cache", repeated[1]["cached"] == 0),
-            (f"disagreement with transformers: {found}", not found.ok),
+            (f"disagreement with transformers: {found}", not agrees(found)),
         )
         if wrong
     ]

@@ -48,6 +48,7 @@ def second_tier() -> str:
     return usable[-2] if len(usable) > 2 else usable[-1]
 
 
+CPUS = sorted(os.sched_getaffinity(0))
 ONE_PASS = {"enforce_eager": True, "max_num_batched_tokens": 8192}
 ENGINES: dict[str, Engine] = {
     "yarn-eager": Engine(options=ONE_PASS, extra_jobs=True),
@@ -60,7 +61,11 @@ ENGINES: dict[str, Engine] = {
     "yarn-chunked-block32": Engine(options={"enforce_eager": True, "max_num_batched_tokens": 256, "block_size": 32}),
     "yarn-tp2": Engine(
         options={**ONE_PASS, "tensor_parallel_size": 2},
-        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": ""},
+        env={
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CPUS[:2])),
+            "OMP_NUM_THREADS": "",
+        },
     ),
     "yarn-emulated-amx": Engine(
         options={**ONE_PASS, "max_num_batched_tokens": 256},
@@ -133,6 +138,8 @@ def need(name: str) -> None:
     """Skip, with the reason, an engine that this machine or environment cannot run."""
     if ENGINES[name].emulate and (mode := amx_emulator.mode()).startswith("unavailable"):
         pytest.skip(mode)
+    if ENGINES[name].options.get("tensor_parallel_size", 1) > len(CPUS):
+        pytest.skip(f"two ranks need a core each, this process may use {len(CPUS)}")
     if ENGINES[name].zentorch and find_spec("zentorch") is None:
         pytest.skip("zentorch is not installed here; `nox -s test_zen` has it")
 
@@ -147,7 +154,7 @@ def test_agrees_with_transformers(run: Any, checkpoint: Any, name: str) -> None:
 def judge(model: Path, requests: list[dict[str, Any]]) -> Any:
     found = agreement.compare_with_transformers(model, requests)
     print(found)
-    found.check()
+    found.check(median=agreement.TINY_MEDIAN, p99=agreement.TINY_P99)
     return found
 
 
@@ -165,7 +172,7 @@ def same_text(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None
     differences.sort()
     median, p99 = differences[len(differences) // 2], differences[int(len(differences) * 0.99)]
     print(f"{len(differences)} log-probabilities: median difference {median:.4f}, p99 {p99:.4f}")
-    assert median <= agreement.MEDIAN and p99 <= agreement.P99
+    assert median <= agreement.TINY_MEDIAN and p99 <= agreement.TINY_P99
 
 
 @pytest.mark.parametrize(
@@ -174,6 +181,7 @@ def same_text(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None
     ids=["chunks-vs-one-pass", "two-ranks-vs-one", "compiled-vs-eager"],
 )
 def test_two_configurations_say_the_same(run: Any, name: str, other: str) -> None:
+    need(name)
     same_text(run(name)["jobs"]["batch"]["requests"], run(other)["jobs"]["batch"]["requests"])
 
 
