@@ -36,6 +36,7 @@ class Keep(logging.Handler):
 from vllm.logger import init_logger
 init_logger("vllm.seams")
 logging.getLogger("vllm").addHandler(Keep())
+logging.getLogger("vllm").setLevel(logging.INFO)  # as the command line does
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 load_general_plugins()
