@@ -24,10 +24,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ["VLLM_PLUGINS"] = ""  # what is installed beside vLLM is no part of what the patches do
-
 import numpy as np
 import torch
 
@@ -585,4 +581,8 @@ def is_red_as_expected(series: str, patch: str, finding: str) -> bool:
 
 
 if __name__ == "__main__":
+    # Here, not above: whoever imports this module starts processes of their own, with plugins among them.
+    os.environ["VLLM_PLUGINS"] = ""  # what is installed beside vLLM is no part of what the patches do
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     print(json.dumps(findings(*sys.argv[1:])))

@@ -10,15 +10,12 @@ It holds on patched 0.28.0 and on 0.32.0 alike.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import effects
-
-os.environ.pop("VLLM_PLUGINS", None)  # `effects` runs without plugins; here they are the point
 
 OURS = "AMXMLABackend"
 REFERENCE = ("CPUMLABackend", 16, False, False)
