@@ -84,7 +84,7 @@ def test_a_forgotten_context_shows(reference, monkeypatch, seen):
     at = torch.arange(len(prompt))
     forgetful = _scores_without(reference, monkeypatch, prompt, at[None] <= at[:, None] - seen)
     found = compare_with_transformers(reference, [Served(prompt, [], None, [None, *forgetful])])
-    with pytest.raises(AssertionError, match="differ by more than"):
+    with pytest.raises(AssertionError, match="differ by"):
         found.check(median=agreement.TINY_MEDIAN, p99=agreement.TINY_P99)
 
 
@@ -109,7 +109,7 @@ def test_lost_keys_show(reference, monkeypatch, first, end):
     hidden = torch.zeros(2048, 2048, dtype=torch.bool)
     hidden[2000:, first:end] = True
     moved = np.abs(_scores_without(reference, monkeypatch, prompt, hidden) - reference.scores(prompt).logprobs)
-    assert moved[:1999].max() < 1e-3 and np.median(moved[1999:]) > 0.002
+    assert moved[:1999].max() < 1e-3 and np.median(moved[1999:]) > 0.001
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
