@@ -34,10 +34,12 @@ pytestmark = pytest.mark.e2e
 MAX_MODEL_LEN = 512
 ANSWER = 24
 CLIENTS = 64
-BLOCKS = 40
-"""Of 64 tokens: five requests of full length fill the cache, so 64 clients make vLLM preempt."""
+BLOCKS = 24
+"""Of 64 tokens, for 64 clients of which 32 may run: prompts that fit their blocks outgrow them while they are answered,
+so vLLM has to preempt."""
 
-PROMPTS = corpus.prompts(11, [5, 17, 33, 64, 65, 130, 200, 300, MAX_MODEL_LEN - ANSWER, MAX_MODEL_LEN - ANSWER, 31, 32])
+PROMPTS = corpus.prompts(11, [5, 17, 33, 60, 62, 63, 124, 126, 300, MAX_MODEL_LEN - ANSWER, 61, 127])
+TOO_LONG = corpus.prompts(13, [MAX_MODEL_LEN])[0]
 
 
 @dataclass
@@ -231,7 +233,7 @@ def test_a_crowd_with_cancelled_streams_gets_right_answers(server: Server) -> No
 
 @pytest.mark.parametrize("excess", [1, 5000])
 def test_a_prompt_that_does_not_fit_is_refused(server: Server, excess: int) -> None:
-    prompt = (PROMPTS[8] * 20)[: MAX_MODEL_LEN + excess]
+    prompt = (TOO_LONG * 20)[: MAX_MODEL_LEN + excess]
     with pytest.raises(urllib.error.HTTPError) as refusal:
         server.complete(prompt)
     assert refusal.value.code == 400
