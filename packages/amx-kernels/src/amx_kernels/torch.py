@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-import amx_kernels.isa  # noqa: F401  (loads libamx_kernels.so from the same folder first)
+from amx_kernels import isa
 
 
 def _load() -> None:
@@ -20,6 +20,7 @@ def _load() -> None:
             "amx_kernels was built without torch. Install torch, then build again with: "
             "pip install --no-build-isolation amx-kernels"
         )
+    isa._library()  # what the shim links to, loaded first: if it is missing or broken, this says so
     try:
         torch.ops.load_library(library)
     except OSError as error:
