@@ -29,7 +29,7 @@ import pytest
 
 from mla_testing import checkpoints, corpus
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # nox -s abuse
 
 MAX_MODEL_LEN = 512
 ANSWER = 24
