@@ -308,7 +308,7 @@ ROWS: dict[int | str, Row] = {
     "P7": Row(
         "step time that grows with the model's maximum length",
         "metadata sized by max_model_len",
-        (f"{METADATA}::test_build_time_does_not_depend_on_the_model_length",),
+        (f"{METADATA}::test_build_does_not_depend_on_the_model_length",),
     ),
     "P8": Row(
         "quantised caches refused by `assert`",
