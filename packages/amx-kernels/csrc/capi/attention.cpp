@@ -6,7 +6,6 @@
 namespace amxk {
 namespace {
 
-
 // A caller's plan is used only if it is intact and made for exactly these lengths.
 void check_plan(Checker& c, const amxk_tensor* plan, const Request* requests, int64_t num_requests, int64_t heads) {
   c.tensor(plan, "plan", AMXK_I64, 1);
