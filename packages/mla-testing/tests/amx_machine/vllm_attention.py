@@ -27,6 +27,9 @@ CASES = [  # query lengths, context lengths including them, heads, KV heads, hea
     ([48], [200], 6, 6, 64),
 ]
 BLOCK = 32
+# vLLM's op keeps its partial results in one scratch buffer for the whole process: two calls at once overwrite each
+# other's, on isa "vec" too. Ours run beside it without a lock.
+ONE_AT_A_TIME = threading.Lock()
 
 
 def attend(isa: str, case: tuple, query, key, value, table, slots) -> torch.Tensor:
@@ -40,10 +43,11 @@ def attend(isa: str, case: tuple, query, key, value, table, slots) -> torch.Tens
         len(seq_lens), heads, kv_heads, size, lens, torch.bfloat16, starts, True, -1, isa, False, None, "auto"
     )
     out = torch.empty_like(query)
-    torch.ops._C.cpu_attention_with_kv_cache(
-        *(query, key_cache, value_cache, out, starts, lens, size**-0.5, True, None, -1, table, 0.0, plan, None, None),
-        *(1.0, 1.0, "auto"),
-    )
+    with ONE_AT_A_TIME:
+        torch.ops._C.cpu_attention_with_kv_cache(
+            *(query, key_cache, value_cache, out, starts, lens, size**-0.5, True, None, -1, table, 0.0, plan),
+            *(None, None, 1.0, 1.0, "auto"),
+        )
     return out
 
 
