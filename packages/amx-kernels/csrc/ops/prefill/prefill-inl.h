@@ -26,7 +26,7 @@ namespace {
 constexpr int kExpand = 512;         // keys expanded together
 constexpr int kQueryBlock = 32;      // queries that share a pass over expanded keys: their scores, 32 KB, stay in L1
 constexpr int64_t kMaxQueries = 4096;
-// One row more than is used: else the panels of a row would lie 4 KB apart, all in one set of L1.
+// One row more than is used: else the panels of a row would lie 2 KB apart, all in two sets of L1.
 constexpr int kScoreRows = kQueryBlock + 1;
 constexpr int kExpandRows = 64;      // latent rows per product while expanding: 32 KB of fp32 for 128 columns
 constexpr int64_t kProductPanel = kExpandRows * kGroup;
@@ -57,7 +57,7 @@ struct PrefillWorker {
   bf16* q;         // [queries][key_width]
   float* scores;   // [kKeys/16][kScoreRows][16]
   bf16* p;         // [kQueryBlock][kKeys]
-  float* o;        // [queries/64][value_panels][64][16]
+  float* o;        // [queries/kQueryBlock][value_panels][kQueryBlock][16]
   float* m;        // [queries]
   float* l;        // [queries]
   void* gemm;
