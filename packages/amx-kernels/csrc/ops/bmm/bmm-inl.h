@@ -48,8 +48,7 @@ void bmm_thread(void* argument, int thread) {
   const size_t c_bytes = sizeof(float) * kBlockPanels * kBlockGroups * kGroup * kGroup;
   const size_t a_bytes = sizeof(bf16) * kBlockGroups * kGroup * static_cast<size_t>(call.depth);
   const size_t b_bytes = p.packed ? 0 : sizeof(bf16) * (kBlockPanels + 1) * static_cast<size_t>(panel_size);
-  char* memory = static_cast<char*>(scratch(Scratch::kWorker, c_bytes + a_bytes + b_bytes +
-                                                                  gemm_scratch_bytes(call.steps) + 64));
+  char* memory = static_cast<char*>(scratch(Scratch::kWorker, c_bytes + a_bytes + b_bytes));
   if (memory == nullptr) {
     __atomic_store_n(&call.failed, 1, __ATOMIC_RELAXED);
     return;
@@ -57,7 +56,6 @@ void bmm_thread(void* argument, int thread) {
   float* c = reinterpret_cast<float*>(memory);
   bf16* copies = reinterpret_cast<bf16*>(memory + c_bytes);
   bf16* plain = reinterpret_cast<bf16*>(memory + c_bytes + a_bytes);
-  void* gemm_scratch = memory + c_bytes + a_bytes + b_bytes;
   constexpr int64_t c_panel = kBlockGroups * kGroup * kGroup;
   const TileScope tiles;
 
@@ -97,7 +95,7 @@ void bmm_thread(void* argument, int thread) {
       }
     }
     gemm<false>(a, groups, static_cast<int>(call.steps), b, panel_size, kStepK * kGroup, static_cast<int>(panels), c,
-                c_panel, gemm_scratch);
+                c_panel);
 
     const V factor = vset(p.scale != nullptr ? p.scale[n * p.scale_batch] : 1.0f);
     for (int64_t r = 0; r < rows; ++r) {

@@ -60,7 +60,6 @@ struct PrefillWorker {
   float* o;        // [queries/kQueryBlock][value_panels][kQueryBlock][16]
   float* m;        // [queries]
   float* l;        // [queries]
-  void* gemm;
 
   size_t place(char* base, const PrefillShape& s, int64_t queries) {
     size_t at = 0;
@@ -81,8 +80,6 @@ struct PrefillWorker {
     o = reinterpret_cast<float*>(take(4 * padded * s.value_panels * kGroup));
     m = reinterpret_cast<float*>(take(4 * padded));
     l = reinterpret_cast<float*>(take(4 * padded));
-    gemm = take(static_cast<int64_t>(
-        gemm_scratch_bytes(max<int64_t>(max(s.latent, s.key_width), static_cast<int64_t>(kKeys)) / kStepK)));
     return at;
   }
 };
@@ -132,12 +129,12 @@ void expand(const PrefillParams& p, const PrefillShape& s, int64_t request, int6
   for (int g = 0; g < num_groups; g += kExpandRows / kGroup) {
     const int chunk = min(num_groups - g, kExpandRows / kGroup);
     gemm<false>(groups + g, chunk, steps, w_uk, weight_panel, kStepK * kGroup, static_cast<int>(s.nope_panels),
-                w.product, kProductPanel, w.gemm);
+                w.product, kProductPanel);
     for (int i = 0; i < chunk; ++i) {
       pack_keys(p, s, groups[g + i], w.product + i * kGroup * kGroup, w.keys + (g + i) * s.key_panel());
     }
     gemm<false>(groups + g, chunk, steps, w_uv, weight_panel, kStepK * kGroup, static_cast<int>(s.value_panels),
-                w.product, kProductPanel, w.gemm);
+                w.product, kProductPanel);
     for (int r = 0; r < chunk * kGroup; r += 2) {
       const int key = g * kGroup + r;
       bf16* line = w.values + key / kStepK * (s.value_panels * kStepK * kGroup) + key % kStepK * kGroup;
@@ -176,7 +173,7 @@ void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
     RowGroup rows[kQueryBlock / kGroup], probabilities[kQueryBlock / kGroup];
     for (int g = 0; g < groups; ++g) rows[g] = {w.q + (row0 + g * kGroup) * s.key_width, s.key_width};
     gemm<false>(rows, groups, static_cast<int>(s.key_width / kStepK), w.keys + k / kGroup * s.key_panel(),
-                s.key_panel(), kStepK * kGroup, panels, w.scores, kScoreRows * kGroup, w.gemm);
+                s.key_panel(), kStepK * kGroup, panels, w.scores, kScoreRows * kGroup);
     for (int g = 0; g < groups; ++g) {
       alignas(64) int32_t visible[kGroup];
       for (int i = 0; i < kGroup; ++i) {
@@ -194,7 +191,7 @@ void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
     const bf16* v = w.values + k / kStepK * (s.value_panels * kStepK * kGroup);
     const auto product = first + k == 0 ? gemm<false> : gemm<true>;
     product(probabilities, groups, padded / kStepK, v, kStepK * kGroup, s.value_panels * kStepK * kGroup,
-            static_cast<int>(s.value_panels), o, kQueryBlock * kGroup, w.gemm);
+            static_cast<int>(s.value_panels), o, kQueryBlock * kGroup);
   }
 }
 
