@@ -4,7 +4,7 @@
 | since | difference | answered by |
 |---|---|---|
 | 0.28.0 | `AMX_MLA` is no attention backend name unless the patch series adds it | `unsupported_reason` |
-| patched 0.28.0, 0.29.0 | the platform plans for `AMX_MLA`: a registered class, or vLLM's own | `without_registration` |
+| patched 0.28.0, 0.29.0 | the platform plans for `AMX_MLA`: a registered class, vLLM's own | `without_registration` |
 | patched 0.28.0, 0.33.0 | `MLAAttention` asks the impl to absorb and de-absorb | `impl_owns_projections` |
 """
 
