@@ -22,7 +22,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mla_testing.bench", description=__doc__)
     parser.add_argument("bench", nargs="*", choices=[*BENCHES, []], help="which; all kernel benchmarks by default")
-    parser.add_argument("--quick", action="store_true", help="few cases, under two minutes")
+    parser.add_argument("--quick", action="store_true", help="few cases: under two minutes, e2e five")
     parser.add_argument("--tiers", default="", help="comma-separated; default: the best tier here, and avx512bf16")
     parser.add_argument("--threads", type=_numbers, default=(), help="comma-separated thread counts; default 1,2")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches")
@@ -34,8 +34,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the named benchmarks. 0 if all is well, 1 if a result is wrong, 2 if a measurement was too disturbed,
-    130 if interrupted."""
+    """Runs the named benchmarks. 0 if all is well, 1 if a result is wrong or missing, 2 if a measurement was too
+    disturbed, 130 if interrupted."""
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it like Ctrl-C: with a report
     chosen = Options(
@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
         report.print_table(found)
         for message in found.get("wrong", ()):
             print(f"WRONG: {message}", file=sys.stderr)
+        for failure in found.get("failures", ()):
+            print(f"FAILED: {failure['cell']}: {failure['error']}", file=sys.stderr)
         disturbed = [entry["case"] for entry in found["results"] if "failed" in entry]
         if disturbed:
             print(f"too disturbed to count ({len(disturbed)}): {', '.join(disturbed)}", file=sys.stderr)
