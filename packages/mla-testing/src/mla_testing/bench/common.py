@@ -196,6 +196,19 @@ class Context:
                 self.wrong.append(f"{work.case} {entry.name} with {threads} threads: {text}")
             return {"beyond_tolerance": text}
 
+    def document(self, name: str, summary: Any, **extra: Any) -> dict[str, Any]:
+        """The report of the run."""
+        return report.document(
+            name,
+            limits=self.limits,
+            results=self.results,
+            summary=summary,
+            quick=self.options.quick,
+            wrong=self.wrong,
+            interrupted=self.interrupted,
+            **extra,
+        )
+
     @property
     def exit_status(self) -> int:
         """0; 1 where one of our results is wrong; 2 where a measurement was too disturbed to count; 130 interrupted."""
