@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from mla_testing import plots, report
-from mla_testing.bench import e2e
+from mla_testing.bench import bmm, e2e, prefill
 from mla_testing.bench.amx import per_32_keys
 from mla_testing.bench.amx_counts import shuffles_of
 from mla_testing.bench.harness import Measurement
@@ -134,6 +135,64 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
         "value": None,
         "list": [None, 1.0],
     }
+
+
+def test_bmm_is_held_to_the_fastest_peer() -> None:
+    results = [
+        entry([2.0] * 5, [3.0] * 5) | {"case": "m1", "params": {"rows": 1}},
+        entry([2.0] * 5, [4.0] * 5) | {"case": "m512", "params": {"rows": 512}},
+    ]
+    results[1]["peers"]["torch"] = {"ms": {}, "speedup": 0.9, "speedup_min": 0.9}
+    found = bmm.summarise(results)
+    assert found["over_fastest_peer"] == {"m1": pytest.approx(1.5), "m512": 0.9}
+    assert found["over_fastest_peer_min"] == 0.9
+    assert found["limit_fraction_min_many_rows"] == results[1]["limit_fraction"]
+
+
+def test_the_chooser_is_held_to_the_better_way() -> None:
+    def point(case: str, way: str, ours: float, other: float) -> dict[str, Any]:
+        peers = {"other_way:avx2": {"ms": {"median": other}}, "other_way:amxbf16": {"ms": {"median": 0.1}}}
+        return {"case": case, "tier": "avx2", "params": {"way": way}, "ms": {"median": ours}, "peers": peers}
+
+    right, wrong = point("grid-q1-ctx0", "absorbed", 1.0, 2.0), point("grid-q2-ctx0", "decompressed", 3.0, 2.0)
+    found = prefill.chooser([right, wrong, wrong | {"failed": "disturbed"}, right | {"peers": {}}])
+    assert found["ratios"] == {"grid-q1-ctx0@avx2": 1.0, "grid-q2-ctx0@avx2": 1.5}
+    assert found["worst"] == 1.5
+    assert found["ms"]["grid-q2-ctx0@avx2"] == {"absorbed": 2.0, "decompressed": 3.0}
+    assert prefill.chooser([])["worst"] is None
+
+
+def test_tables_of_the_docs_are_their_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parents[3] / "ci" / "checks" / "benchmarks.py"
+    spec = importlib.util.spec_from_file_location("benchmarks", path)
+    checks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(checks)
+    for name in ("docs", "docs/kernels", "docs/reports", "reports"):
+        (tmp_path / name).mkdir()
+    for name, folder in (("ROOT", ""), ("DOCS", "docs"), ("KEPT", "docs/reports"), ("MEASURED", "reports")):
+        monkeypatch.setattr(checks, name, tmp_path / folder)
+    page = tmp_path / "docs" / "kernels" / "page.md"
+    page.write_text("# Page\n\n<!-- report: bench_decode ^b8-h16 -->\n<!-- end of report -->\n")
+    assert checks.main(["--check"]) == 1
+    assert checks.main(["--write"]) == 0
+    assert "No report yet: `nox -s bench -- decode`" in page.read_text()
+
+    results = [entry([2.0] * 5, [4.0] * 5), entry([1.0] * 5, [1.0] * 5) | {"case": "other"}]
+    whole = report.document("bench_decode", limits=LIMITS, results=results, summary=None, quick=True)
+    report.write(whole, tmp_path / "reports")
+    assert checks.main(["--write"]) == 0
+    assert "No report yet" in page.read_text(), "a quick run is no source"
+    report.write(whole | {"quick": False}, tmp_path / "reports")
+    assert checks.main(["--check"]) == 0, "what was not taken changes nothing"
+    assert checks.main(["--write"]) == 0
+    text = page.read_text()
+    assert "| case | threads | ms | GFLOP/s | GB/s | of limit | × torch |" in text
+    assert "| b8-h16-q1-kv4096 | 2 | 2 | 50 | 0.1 | 0.50 | 2.00 |" in text
+    assert whole["machine"]["cpu"] in text and "(../reports/bench_decode.json)" in text and "other" not in text
+    page.write_text(text.replace("2.00", "3.00"))
+    assert checks.main(["--check"]) == 1, "edited by hand"
+    page.write_text(text + "\nIt takes 1.5 ms.\n")
+    assert checks.main(["--check"]) == 1, "a figure without a report"
 
 
 LISTING = """

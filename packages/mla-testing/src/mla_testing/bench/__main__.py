@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"WRONG: {message}", file=sys.stderr)
         for failure in found.get("failures", ()):
             print(f"FAILED: {failure['cell']}: {failure['error']}", file=sys.stderr)
-        disturbed = [entry["case"] for entry in found["results"] if "failed" in entry]
+        disturbed = list(dict.fromkeys(entry["case"] for entry in found["results"] if "failed" in entry))
         if disturbed:
             print(f"too disturbed to count ({len(disturbed)}): {', '.join(disturbed)}", file=sys.stderr)
         if found.get("interrupted"):
