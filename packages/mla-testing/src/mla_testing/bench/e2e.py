@@ -51,10 +51,14 @@ PUBLISHED = {
     "hardware": "unknown",
     "source": "https://github.com/vllm-project/vllm pull request of the AMX_MLA backend",
 }
-#: Memory that an engine needs at its start, and a little for the rest of the machine.
-_ENGINE_BYTES = {"v2lite": 6400 << 20, "v3_tp8": 3 << 30, "v3_tp6": 3 << 30, "tiny": 2 << 30}
+#: Memory that an engine keeps, what one needs for a while beside it (loading, a long prompt), and some to spare.
+_ENGINE_BYTES = {"v2lite": 5800 << 20, "v3_tp8": 3 << 30, "v3_tp6": 3 << 30, "tiny": 2 << 30}
+_BUSY_BYTES = 5 << 29
+#: A server's own process, beside its engine's.
+_FRONT_END_BYTES = 400 << 20
 _SPARE_BYTES = 1 << 30
-_CACHE_BYTES = 1 << 29
+#: Of rows of the cache: 8 requests of 8k in four layers, and a little.
+_CACHE_BYTES = 5 << 26
 
 
 @dataclass(frozen=True)
@@ -303,9 +307,10 @@ class Shape:
             self.together.append([contender.name for contender in group])
             self.group(group)
 
-    def groups(self) -> list[list[Contender]]:
-        """The contenders, as many at a time as there is memory for."""
-        count = max(1, (_available_bytes() - _SPARE_BYTES) // _ENGINE_BYTES[self.name])
+    def groups(self, beside: int = 0) -> list[list[Contender]]:
+        """The contenders, as many at a time as there is memory for; ``beside``: bytes that each needs for the rest."""
+        free = _available_bytes() - _BUSY_BYTES - _SPARE_BYTES
+        count = max(1, free // (_ENGINE_BYTES[self.name] + beside))
         return [self.chosen[first : first + count] for first in range(0, len(self.chosen), count)]
 
 
@@ -516,7 +521,7 @@ def serve(shape: Shape) -> dict[str, Any]:
         "--max-model-len", str(sum(lengths) + 64), "--max-num-batched-tokens", "8448",
         "--kv-cache-memory-bytes", str(_CACHE_BYTES),
     ]  # fmt: skip
-    together = shape.groups()
+    together = shape.groups(_FRONT_END_BYTES)
     samples: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in shape.chosen}
     for group in together:
         with contextlib.ExitStack() as stack:
