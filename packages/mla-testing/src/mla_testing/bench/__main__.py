@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=_numbers, default=(), help="comma-separated thread counts; default 1,2")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches")
     parser.add_argument("--no-peers", action="store_true", help="time our kernels alone")
-    parser.add_argument("--rounds", type=int, default=7, help="valid rounds wanted per case (at least 5)")
+    parser.add_argument("--rounds", type=int, default=7, help="valid rounds wanted per case (5 and more; e2e: up to 3)")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the reports")
     parser.add_argument("--no-plots", action="store_true")
     return parser
@@ -55,10 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
         for message in found.get("wrong", ()):
             print(f"WRONG: {message}", file=sys.stderr)
         for failure in found.get("failures", ()):
-            print(f"FAILED: {failure['cell']}: {failure['error']}", file=sys.stderr)
-        disturbed = list(dict.fromkeys(entry["case"] for entry in found["results"] if "failed" in entry))
-        if disturbed:
-            print(f"too disturbed to count ({len(disturbed)}): {', '.join(disturbed)}", file=sys.stderr)
+            print(f"FAILED: {failure['cell']}: {failure['error'].splitlines()[0]}", file=sys.stderr)
+        missing = {entry["case"]: entry["failed"] for entry in found["results"] if "failed" in entry}
+        if missing:
+            reasons = ", ".join(f"{case} ({reason})" for case, reason in missing.items())
+            print(f"no figures of {len(missing)} cases: {reasons}", file=sys.stderr)
         if found.get("interrupted"):
             print("interrupted: the report holds what was measured until then", file=sys.stderr)
         print(f"{path} written")
