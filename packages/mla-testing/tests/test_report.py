@@ -123,6 +123,7 @@ def test_a_document_is_written_whole_read_back_and_drawn(tmp_path: Path) -> None
     page = report.markdown(again)
     assert "| b8-h16-q1-kv4096 | avx512bf16 | 2 | 2.000 | 50 | 0.1 | 0.50 | compute | 2.00 |" in page
     assert "| b8-h16-q1-kv4096 | avx512bf16 | 2 | disturbed |" in page
+    again["results"][0]["peers"]["a peer without a colour"] = again["results"][0]["peers"]["torch"]
     drawn = plots.draw(again, tmp_path)
     assert {p.suffix for p in drawn} == {".svg", ".png"}
     assert all(p.stat().st_size > 1000 for p in drawn)
@@ -259,9 +260,9 @@ def shape(tmp_path: Path) -> e2e.Shape:
 
 def test_whole_model_entries_and_summary(shape: e2e.Shape, tmp_path: Path) -> None:
     shape.alone["decode_1x8192"] = [0.020, 0.020]
-    prefill, decode = entries = e2e.results(shape, "avx2", 2)
-    assert prefill["tokens_per_s"] == pytest.approx(8192.0)
-    assert prefill["attention_ms_per_layer"]["median"] == pytest.approx(200.0)
+    first, decode = entries = e2e.results(shape, "avx2", 2)
+    assert first["tokens_per_s"] == pytest.approx(8192.0)
+    assert first["attention_ms_per_layer"]["median"] == pytest.approx(200.0)
     assert decode["ms"]["median"] == pytest.approx(100.0)
     assert decode["attention_share"] == pytest.approx(0.5)
     assert decode["attention_over_standalone"] == pytest.approx(25.0 / 20.0)
@@ -275,8 +276,9 @@ def test_whole_model_entries_and_summary(shape: e2e.Shape, tmp_path: Path) -> No
     shape.samples["decode_1x8192"]["ours"] = shape.samples["decode_1x8192"]["vllm_amx_mla"]
     entries = e2e.results(shape, "avx2", 2)
     assert entries[1]["failed"] == "too few undisturbed samples"
-    whole = {"benchmark": "bench_e2e", "summary": e2e.summarise(entries), "results": entries}
+    whole = report.document("bench_e2e", limits=LIMITS, results=entries, summary=e2e.summarise(entries))
     report.print_table(whole)
+    assert plots.draw(whole, tmp_path)
     assert json.loads(report.write(whole, tmp_path).read_text())["results"][1]["samples"]["ours"][0]["waited"] == 0.5
 
 
