@@ -71,11 +71,15 @@ def emulated(session: nox.Session) -> None:
     pytest(ready(session), f"{KERNELS}/tests", "--amx=emulated", "-k", "amxbf16 or counts", "-m", "not e2e")
 
 
+def with_zentorch(session: nox.Session) -> envs.Environment:
+    """The default environment with zentorch, beside the one without."""
+    return ready(session, extra=(f"zentorch=={envs.VERSIONS['zentorch']['version']}", "deprecated", "wrapt"))
+
+
 @nox.session
 def test_zen(session: nox.Session) -> None:
     """Our backend on vLLM's ZenCpuPlatform, with zentorch installed for real, in an environment of its own."""
-    zen = f"zentorch=={envs.VERSIONS['zentorch']['version']}"
-    pytest(ready(session, extra=(zen, "deprecated", "wrapt")), f"{BACKEND}/tests/e2e/test_serving.py", "-k", "zen")
+    pytest(with_zentorch(session), f"{BACKEND}/tests/e2e/test_serving.py", "-k", "zen")
 
 
 @nox.session
@@ -116,9 +120,8 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def bench_zen(session: nox.Session) -> None:
-    """The same beside zentorch, in an environment of its own."""
-    zen = f"zentorch=={envs.VERSIONS['zentorch']['version']}"
-    ready(session, extra=(zen, "deprecated")).run("-m", "mla_testing.bench", *session.posargs, "--out", str(REPORTS))
+    """The same beside zentorch, in an environment of its own. Writes reports/zen/bench_*.json."""
+    with_zentorch(session).run("-m", "mla_testing.bench", *session.posargs, "--out", str(REPORTS / "zen"))
 
 
 def patched(session: nox.Session, *args: str) -> None:

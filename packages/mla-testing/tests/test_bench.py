@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from mla_testing.bench import common
 from mla_testing.bench.harness import Calibration, Contender, Measurement, measure, stats, waited
 from mla_testing.limits import Limits, LimitsError
 
@@ -216,3 +217,21 @@ def test_no_limit_without_a_measured_peak(limits: Limits) -> None:
 
 def test_limits_survive_json(limits: Limits) -> None:
     assert Limits.from_json(limits.to_json()) == limits
+
+
+def test_work_that_fails_is_wrong_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = object.__new__(common.Context)
+    context.threads, context.results, context.wrong, context.interrupted = (1,), [], [], False
+    measured: list[str] = []
+
+    def one(self: common.Context, work: common.Work, threads: int) -> None:
+        if work.case == "bad":
+            raise ValueError("this shape is refused")
+        measured.append(work.case)
+
+    monkeypatch.setattr(common.Context, "_one", one)
+    works = {name: common.Work(name, {}, 0.0, 0.0, None, {}, None) for name in ("bad", "good")}
+    context.run({name: lambda work=work: work for name, work in works.items()})
+    assert measured == ["good"]
+    assert context.wrong == ["bad: ValueError: this shape is refused"]
+    assert context.exit_status == 1

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mla_testing import plots, report
-from mla_testing.bench import e2e
+from mla_testing.bench import bmm, e2e, prefill
 from mla_testing.bench.amx import per_32_keys
 from mla_testing.bench.amx_counts import shuffles_of
 from mla_testing.bench.harness import Measurement
@@ -121,6 +123,7 @@ def test_a_document_is_written_whole_read_back_and_drawn(tmp_path: Path) -> None
     page = report.markdown(again)
     assert "| b8-h16-q1-kv4096 | avx512bf16 | 2 | 2.000 | 50 | 0.1 | 0.50 | compute | 2.00 |" in page
     assert "| b8-h16-q1-kv4096 | avx512bf16 | 2 | disturbed |" in page
+    again["results"][0]["peers"]["a peer without a colour"] = again["results"][0]["peers"]["torch"]
     drawn = plots.draw(again, tmp_path)
     assert {p.suffix for p in drawn} == {".svg", ".png"}
     assert all(p.stat().st_size > 1000 for p in drawn)
@@ -133,6 +136,64 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
         "value": None,
         "list": [None, 1.0],
     }
+
+
+def test_bmm_is_held_to_the_fastest_peer() -> None:
+    results = [
+        entry([2.0] * 5, [3.0] * 5) | {"case": "m1", "params": {"rows": 1}},
+        entry([2.0] * 5, [4.0] * 5) | {"case": "m512", "params": {"rows": 512}},
+    ]
+    results[1]["peers"]["torch"] = {"ms": {}, "speedup": 0.9, "speedup_min": 0.9}
+    found = bmm.summarise(results)
+    assert found["over_fastest_peer"] == {"m1": pytest.approx(1.5), "m512": 0.9}
+    assert found["over_fastest_peer_min"] == 0.9
+    assert found["limit_fraction_min_many_rows"] == results[1]["limit_fraction"]
+
+
+def test_the_chooser_is_held_to_the_better_way() -> None:
+    def point(case: str, way: str, ours: float, other: float) -> dict[str, Any]:
+        peers = {"other_way:avx2": {"ms": {"median": other}}, "other_way:amxbf16": {"ms": {"median": 0.1}}}
+        return {"case": case, "tier": "avx2", "params": {"way": way}, "ms": {"median": ours}, "peers": peers}
+
+    right, wrong = point("grid-q1-ctx0", "absorbed", 1.0, 2.0), point("grid-q2-ctx0", "decompressed", 3.0, 2.0)
+    found = prefill.chooser([right, wrong, wrong | {"failed": "disturbed"}, right | {"peers": {}}])
+    assert found["ratios"] == {"grid-q1-ctx0@avx2": 1.0, "grid-q2-ctx0@avx2": 1.5}
+    assert found["worst"] == 1.5
+    assert found["ms"]["grid-q2-ctx0@avx2"] == {"absorbed": 2.0, "decompressed": 3.0}
+    assert prefill.chooser([])["worst"] is None
+
+
+def test_tables_of_the_docs_are_their_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parents[3] / "ci" / "checks" / "benchmarks.py"
+    spec = importlib.util.spec_from_file_location("benchmarks", path)
+    checks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(checks)
+    for name in ("docs", "docs/kernels", "docs/reports", "reports"):
+        (tmp_path / name).mkdir()
+    for name, folder in (("ROOT", ""), ("DOCS", "docs"), ("KEPT", "docs/reports"), ("MEASURED", "reports")):
+        monkeypatch.setattr(checks, name, tmp_path / folder)
+    page = tmp_path / "docs" / "kernels" / "page.md"
+    page.write_text("# Page\n\n<!-- report: bench_decode ^b8-h16 -->\n<!-- end of report -->\n")
+    assert checks.main(["--check"]) == 1
+    assert checks.main(["--write"]) == 0
+    assert "No report yet: `nox -s bench -- decode`" in page.read_text()
+
+    results = [entry([2.0] * 5, [4.0] * 5), entry([1.0] * 5, [1.0] * 5) | {"case": "other"}]
+    whole = report.document("bench_decode", limits=LIMITS, results=results, summary=None, quick=True)
+    report.write(whole, tmp_path / "reports")
+    assert checks.main(["--write"]) == 0
+    assert "No report yet" in page.read_text(), "a quick run is no source"
+    report.write(whole | {"quick": False}, tmp_path / "reports")
+    assert checks.main(["--check"]) == 0, "what was not taken changes nothing"
+    assert checks.main(["--write"]) == 0
+    text = page.read_text()
+    assert "| case | threads | ms | GFLOP/s | GB/s | of limit | × torch |" in text
+    assert "| b8-h16-q1-kv4096 | 2 | 2 | 50 | 0.1 | 0.50 | 2.00 |" in text
+    assert whole["machine"]["cpu"] in text and "(../reports/bench_decode.json)" in text and "other" not in text
+    page.write_text(text.replace("2.00", "3.00"))
+    assert checks.main(["--check"]) == 1, "edited by hand"
+    page.write_text(text + "\nIt takes 1.5 ms.\n")
+    assert checks.main(["--check"]) == 1, "a figure without a report"
 
 
 LISTING = """
@@ -165,34 +226,89 @@ def test_modelled_cycles_per_32_keys() -> None:
     assert per_32_keys(counts, heads=17, keys=1280)["macs_over_whole_tiles"] == pytest.approx(0.5)
 
 
-def step(seconds: float, first: int, further: int) -> list[float]:
-    return [seconds, first, further]
+def step(seconds: float, first: int, further: int, attention: float = 0.0) -> list[float]:
+    return [seconds, first, further, attention, 0.0]
+
+
+def outcome(*steps: list[float], waited: float = 0.0) -> dict[str, Any]:
+    return {"steps": list(steps), "waited": waited, "stolen": 0.0, "calibration_ms": [2.0, 2.0], "rss_mib": 1.0}
 
 
 def test_a_batch_of_prompts_ends_with_its_last_first_token() -> None:
-    outcome = {"steps": [step(2.0, 3, 0), step(1.0, 1, 3), step(0.1, 0, 4), step(0.3, 0, 4)]}
-    prompt, later, tokens = e2e.split(outcome, requests=4)
-    assert prompt == pytest.approx(3.0)
-    assert later == [0.1, 0.3]
-    assert tokens == 8
+    prompt, later = e2e.split(outcome(step(2.0, 3, 0), step(1.0, 1, 3), step(0.1, 0, 4), step(0.3, 0, 4)), requests=4)
+    assert [s[0] for s in prompt] == [2.0, 1.0]
+    assert [s[0] for s in later] == [0.1, 0.3]
 
 
-def test_whole_model_entries_and_summary() -> None:
-    def outcome(seconds: float, token: int) -> dict[str, Any]:
-        return {"steps": [step(seconds, 1, 0), step(seconds / 10, 0, 1)], "tokens": [[5, token]]}
-
-    samples = {
-        name: {"ours": [outcome(1.0, 7)] * 3, "stock": [outcome(2.0, 7)] * 3, "vllm_amx_mla": [outcome(4.0, 8)] * 3}
-        for name in ("prefill_1x8192", "decode_1x8192")
+@pytest.fixture
+def shape(tmp_path: Path) -> e2e.Shape:
+    """A whole-model measurement in which vLLM's AMX backend was disturbed all the time, and nothing has run."""
+    jobs = {"prefill_1x8192": e2e.Job(1, 8192, 1), "decode_1x8192": e2e.Job(1, 8192, 2, filled=True)}
+    plan = e2e.Plan(jobs, e2e.Job(1, 4, 2), rounds=2)
+    found = e2e.Shape("tiny", plan, e2e.contenders(True, False), tmp_path, [])
+    for name in jobs:
+        for who, seconds in (("ours", 1.0), ("stock", 2.0), ("vllm_amx_mla", 4.0)):
+            waited = 0.5 if who == "vllm_amx_mla" else 0.0
+            steps = (step(seconds, 1, 0, 0.4), step(seconds / 10, 0, 1, 0.05))
+            found.samples[name][who] = [outcome(*steps, waited=waited)] * 2
+    found.engines = {
+        who: {"layers": 2, "threads": len(os.sched_getaffinity(0)), "raw_kv_b_proj_elements": 0, "peak_rss_mib": 10.0}
+        for who in ("ours", "stock", "vllm_amx_mla")
     }
-    jobs = {"prefill_1x8192": e2e.Job(1, 8192, 2), "decode_1x8192": e2e.Job(1, 8192, 2)}
-    prefill, decode = e2e.results(samples, jobs, "avx2", 2)
-    assert prefill["tokens_per_s"] == pytest.approx(8192.0)
+    return found
+
+
+def test_whole_model_entries_and_summary(shape: e2e.Shape, tmp_path: Path) -> None:
+    shape.alone["decode_1x8192"] = [0.020, 0.020]
+    first, decode = entries = e2e.results(shape, "avx2", 2)
+    assert first["tokens_per_s"] == pytest.approx(8192.0)
+    assert first["attention_ms_per_layer"]["median"] == pytest.approx(200.0)
     assert decode["ms"]["median"] == pytest.approx(100.0)
+    assert decode["attention_share"] == pytest.approx(0.5)
+    assert decode["attention_over_standalone"] == pytest.approx(25.0 / 20.0)
     assert decode["peers"]["stock"]["speedup"] == pytest.approx(2.0)
-    assert decode["peers"]["vllm_amx_mla"]["equal_tokens"] == pytest.approx(0.5)
-    found = e2e.summarise([prefill, decode], {"ours": {"prefill_1x8192": 0.3, "decode_1x8192": 0.2}})
+    assert decode["peers"]["vllm_amx_mla"] == {"unavailable": "too few undisturbed samples"}
+    found = e2e.summarise(entries)
     assert found["prefill8k_speedup_stock"] == pytest.approx(2.0)
-    assert found["decode_speedup_amx"] == pytest.approx(4.0)
     assert found["prefill_speedup_stock"] is None
-    assert (found["attention_share_prefill"], found["attention_share_decode"]) == (0.3, 0.2)
+    assert found["decode_speedup_amx"] is None
+    assert (found["attention_share_prefill"], found["attention_share_decode"]) == pytest.approx((0.4, 0.5))
+    shape.samples["decode_1x8192"]["ours"] = shape.samples["decode_1x8192"]["vllm_amx_mla"]
+    entries = e2e.results(shape, "avx2", 2)
+    assert entries[1]["failed"] == "too few undisturbed samples"
+    whole = report.document("bench_e2e", limits=LIMITS, results=entries, summary=e2e.summarise(entries))
+    report.print_table(whole)
+    assert plots.draw(whole, tmp_path)
+    assert json.loads(report.write(whole, tmp_path).read_text())["results"][1]["samples"]["ours"][0]["waited"] == 0.5
+
+
+def test_a_failing_cell_is_written_down_and_the_rest_goes_on(shape: e2e.Shape) -> None:
+    with shape.cell("stock engine"):
+        raise e2e.Failure("engine stock ended with -9")
+    assert shape.failures[0]["cell"] == "tiny stock engine"
+    assert "ended with -9" in shape.failures[0]["error"]
+
+
+def test_greedy_tokens_are_held_to_where_margins_are_wide(shape: e2e.Shape) -> None:
+    sure, unsure = {7: -0.1, 8: -2.0}, {7: -0.7, 8: -0.71}
+    stock = {"tokens": [[7, 7, 7]], "logprobs": [[sure, unsure, sure]]}
+    same = e2e.agreement(stock, stock)
+    assert (same["places"], same["counted"], same["disagreements"]) == (3, 2, [])
+    parted = {"tokens": [[7, 8, 9]], "logprobs": [[sure, unsure, sure]]}  # after the second, another text
+    assert e2e.agreement(parted, stock)["disagreements"] == []
+    wrong = {"tokens": [[8, 7, 7]], "logprobs": [[{8: -0.1, 7: -2.0}, unsure, sure]]}
+    held = e2e.agreement(wrong, stock)
+    assert len(held["disagreements"]) == 1
+    assert held["logprob_difference_max"] == pytest.approx(1.9)
+    shape.texts = {"ours": wrong, "stock": stock}
+    assert any("disagree" in text for text in e2e.judge(shape)[1])
+    shape.texts = {"ours": parted, "stock": {"tokens": [[7]], "logprobs": [[unsure]]}}
+    shape.texts["ours"] = {"tokens": [[7]], "logprobs": [[unsure]]}
+    assert any("no token was compared" in text for text in e2e.judge(shape)[1])
+
+
+def test_a_raw_weight_that_is_kept_is_wrong(shape: e2e.Shape) -> None:
+    assert e2e.judge(shape) == ({"agreement": {}, "raw_kv_b_proj_freed": True, "peak_rss_over_stock": 1.0}, [])
+    shape.engines["ours"]["raw_kv_b_proj_elements"] = 5
+    found, wrong = e2e.judge(shape)
+    assert not found["raw_kv_b_proj_freed"] and "5 elements" in wrong[0]

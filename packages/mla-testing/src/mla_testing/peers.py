@@ -442,19 +442,26 @@ class TorchCacheWrite:
 
 
 class ZentorchDecode(TorchSdpaDecode):
-    """zentorch's attention operator, on the shapes of :class:`TorchSdpaDecode`."""
+    """zentorch's attention operator, on the shapes of :class:`TorchSdpaDecode`, values as wide as keys."""
 
     def __init__(self, case: AttentionCase, threads: int) -> None:
         self.attention = _zentorch_sdpa()
         super().__init__(case, threads)
+        self.rank, self.values = self.values.shape[-1], self.keys
+
+    def __call__(self) -> None:
+        super().__call__()
+        self.out = self.out[..., : self.rank]
 
 
 class ZentorchPrefill(TorchPrefill):
-    """zentorch's attention operator, on the shapes of :class:`TorchPrefill`; fresh prompts only."""
+    """zentorch's attention operator, on the shapes of :class:`TorchPrefill`, with an additive mask."""
 
     def __init__(self, case: PrefillCase, threads: int) -> None:
         self.attention = _zentorch_sdpa()
         super().__init__(case, threads)
+        hidden = torch.zeros(self.visible.shape, dtype=case.q_nope.dtype).masked_fill_(~self.visible, float("-inf"))
+        self.visible = hidden[None, None]
 
 
 #: name -> adapter taking (AttentionCase, threads)

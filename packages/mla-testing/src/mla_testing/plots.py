@@ -83,7 +83,7 @@ def _roofline(found: Mapping[str, Any], threads: int, folder: Path) -> list[Path
         ours = label in INSTRUCTION_OF_TIER
         axes.scatter(
             *zip(*group, strict=True),
-            marker=_MARKERS["ours" if ours else label],
+            marker=_MARKERS.get("ours" if ours else label, "x"),
             s=26 if ours else 16,
             color=_COLOURS.get(label, "#333333"),
             label=f"{label} (ours)" if ours else label,

@@ -22,20 +22,20 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mla_testing.bench", description=__doc__)
     parser.add_argument("bench", nargs="*", choices=[*BENCHES, []], help="which; all kernel benchmarks by default")
-    parser.add_argument("--quick", action="store_true", help="few cases, under two minutes")
+    parser.add_argument("--quick", action="store_true", help="few cases: under two minutes, e2e five")
     parser.add_argument("--tiers", default="", help="comma-separated; default: the best tier here, and avx512bf16")
     parser.add_argument("--threads", type=_numbers, default=(), help="comma-separated thread counts; default 1,2")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches")
     parser.add_argument("--no-peers", action="store_true", help="time our kernels alone")
-    parser.add_argument("--rounds", type=int, default=7, help="valid rounds wanted per case (at least 5)")
+    parser.add_argument("--rounds", type=int, default=7, help="valid rounds wanted per case (5 and more; e2e: up to 3)")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the reports")
     parser.add_argument("--no-plots", action="store_true")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the named benchmarks. 0 if all is well, 1 if a result is wrong, 2 if a measurement was too disturbed,
-    130 if interrupted."""
+    """Runs the named benchmarks. 0 if all is well, 1 if a result is wrong or missing, 2 if a measurement was too
+    disturbed, 130 if interrupted."""
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends it like Ctrl-C: with a report
     chosen = Options(
@@ -54,9 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
         report.print_table(found)
         for message in found.get("wrong", ()):
             print(f"WRONG: {message}", file=sys.stderr)
-        disturbed = [entry["case"] for entry in found["results"] if "failed" in entry]
-        if disturbed:
-            print(f"too disturbed to count ({len(disturbed)}): {', '.join(disturbed)}", file=sys.stderr)
+        for failure in found.get("failures", ()):
+            print(f"FAILED: {failure['cell']}: {failure['error'].splitlines()[0]}", file=sys.stderr)
+        missing = {entry["case"]: entry["failed"] for entry in found["results"] if "failed" in entry}
+        if missing:
+            reasons = ", ".join(f"{case} ({reason})" for case, reason in missing.items())
+            print(f"no figures of {len(missing)} cases: {reasons}", file=sys.stderr)
         if found.get("interrupted"):
             print("interrupted: the report holds what was measured until then", file=sys.stderr)
         print(f"{path} written")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,8 @@ __all__ = ["run"]
 #: name -> N (heads), IN, OUT
 SHAPES = {"absorb_h16": (16, 128, 512), "de_absorb_h16": (16, 512, 128), "absorb_h128": (128, 128, 512)}
 ROWS = (1, 8, 32, 512, 2048)
+#: Fewer rows are read by bandwidth alone, most of it the weights'.
+_MANY_ROWS = 32
 #: Above this many rows (over all heads) only some of them are compared with the reference.
 _CHECKED_ROWS = 64
 
@@ -78,6 +80,24 @@ def _work(name: str, shape: tuple[int, int, int], rows: int) -> Work:
     )
 
 
+def summarise(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What every benchmark has, and {over_fastest_peer: {case: time of the fastest peer over ours}, its minimum, and
+    limit_fraction_min_many_rows: over cases of 32 rows and more}."""
+    good = [entry for entry in results if "failed" not in entry]
+    fastest = {
+        entry["case"]: min(speedups)
+        for entry in good
+        if (speedups := [peer["speedup"] for peer in entry["peers"].values() if "speedup" in peer])
+    }
+    many = [e["limit_fraction"] for e in good if e["params"]["rows"] >= _MANY_ROWS and e["limit_fraction"]]
+    found = report.summarise(results)
+    return found and found | {
+        "over_fastest_peer": fastest,
+        "over_fastest_peer_min": min(fastest.values(), default=None),
+        "limit_fraction_min_many_rows": min(many, default=None),
+    }
+
+
 def run(options: Options) -> tuple[dict[str, Any], int]:
     """Runs the benchmark; the report and an exit status (see ``Context.exit_status``)."""
     context = Context(options)
@@ -86,15 +106,8 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
     context.run({name: lambda name=name: _work(name, *table[name]) for name in context.select(table)})
     threads = max(context.threads)
     by_tier = {
-        tier: report.summarise(e for e in context.results if e["tier"] == tier and e["threads"] == threads)
+        tier: summarise([e for e in context.results if e["tier"] == tier and e["threads"] == threads])
         for tier in context.tiers
     }
-    found = report.document(
-        "bench_bmm",
-        limits=context.limits,
-        results=context.results,
-        summary=by_tier,
-        wrong=context.wrong,
-        interrupted=context.interrupted,
-    )
-    return found, context.exit_status
+    summary = by_tier.get("avx512bf16") or by_tier[context.tiers[-1]]
+    return context.document("bench_bmm", summary, summary_by_tier=by_tier), context.exit_status

@@ -15,6 +15,8 @@ from mla_testing.bench.common import Context, Entry, Options, Work
 __all__ = ["run"]
 
 TOKENS = (1, 32, 512, 2048, 8192)
+#: Fewer tokens than this are an operator call and little else; bandwidth says nothing of them.
+BULK = 512
 
 
 def _make(name: str, adapter: type, arguments: Callable[[], tuple[torch.Tensor, ...]]) -> Callable[[int], Entry]:
@@ -72,7 +74,9 @@ def _work(name: str, tokens: int, tiers: tuple[str, ...]) -> Work:
 def run(options: Options) -> tuple[dict[str, Any], int]:
     """Runs the benchmark; the report and an exit status (see ``Context.exit_status``).
 
-    ``memcpy_fraction`` of a result is its bytes per second over those of memcpy at the nearest size measured.
+    ``memcpy_fraction`` of a result is its bytes per second over those of memcpy, of the sizes measured the largest not
+    above. summary: {memcpy_fraction: {case: fraction}, memcpy_fraction_min: over writes of ``BULK`` tokens and more}
+    and what every benchmark has.
     """
     context = Context(options)
     best = context.tiers[-1:]  # copying is the same code on every tier
@@ -80,18 +84,16 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
     context.run({name: lambda name=name: _work(name, table[name], best) for name in context.select(table)})
     for entry in context.results:
         points = context.limits.memcpy[entry["threads"]]
-        rate = min(points, key=lambda point, size=entry["bytes"]: abs(point[0] - 2 * size))[1]
+        rate = next((rate for size, rate in reversed(points) if size <= entry["bytes"]), points[0][1])
         entry["limit_ms"], entry["bound"] = 1e3 * entry["bytes"] / rate, "memcpy"
         median = entry["ms"]["median"]
         entry["limit_fraction"] = entry["memcpy_fraction"] = None if "failed" in entry else entry["limit_ms"] / median
     threads = max(context.threads)
-    summary = report.summarise(entry for entry in context.results if entry["threads"] == threads)
-    found = report.document(
-        "bench_cache",
-        limits=context.limits,
-        results=context.results,
-        summary=summary,
-        wrong=context.wrong,
-        interrupted=context.interrupted,
-    )
-    return found, context.exit_status
+    of_threads = [entry for entry in context.results if entry["threads"] == threads]
+    fractions = {entry["case"]: entry["memcpy_fraction"] for entry in of_threads}
+    bulk = [e["memcpy_fraction"] for e in of_threads if e["params"]["tokens"] >= BULK and e["memcpy_fraction"]]
+    summary = (report.summarise(of_threads) or {}) | {
+        "memcpy_fraction": fractions,
+        "memcpy_fraction_min": min(bulk, default=None),
+    }
+    return context.document("bench_cache", summary), context.exit_status

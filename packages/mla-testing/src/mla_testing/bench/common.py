@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ import torch
 from mla_testing import limits as limits_module
 from mla_testing import report
 from mla_testing.bench.harness import Calibration, Contender, measure
-from mla_testing.peers import Unavailable
 
 __all__ = ["Context", "Entry", "Options", "Work", "bits", "usable_tiers"]
 
@@ -126,15 +126,22 @@ class Context:
         return chosen
 
     def run(self, works: Mapping[str, Callable[[], Work]]) -> None:
-        """Builds, checks and measures each piece of work for every thread count; appends to ``results``."""
+        """Builds, checks and measures each piece of work for every thread count; appends to ``results``.
+
+        Work that fails is ``wrong``, and the rest goes on.
+        """
         with _progress(len(works)) as (describe, advance):
             try:
                 for name, make in works.items():
                     describe(name)
-                    work = make()
-                    for threads in work.threads or self.threads:
-                        if threads in self.threads:
-                            self._one(work, threads)
+                    try:
+                        work = make()
+                        for threads in work.threads or self.threads:
+                            if threads in self.threads:
+                                self._one(work, threads)
+                    except Exception as error:
+                        traceback.print_exc()
+                        self.wrong.append(f"{name}: {type(error).__name__}: {error}")
                     advance()
             except KeyboardInterrupt:  # what was measured so far is still a report, and says that it is not whole
                 self.interrupted = True
@@ -145,12 +152,15 @@ class Context:
         entries = [work.make_ours(tier, threads) for tier in tiers]
         unavailable = dict(work.unavailable)
         peers: list[Entry] = []
+        checked = {entry.name: self._check(work, entry, threads, ours=True) for entry in entries}
         for name, make in work.make_peers.items() if self.options.peers else ():
             try:
-                peers.append(make(threads))
-            except Unavailable as reason:
-                unavailable[name] = str(reason)
-        checked = {entry.name: self._check(work, entry, threads, ours=entry in entries) for entry in [*entries, *peers]}
+                peer = make(threads)
+                checked[name] = self._check(work, peer, threads, ours=False)
+            except RuntimeError as reason:  # Unavailable, or an operator that refuses the case
+                unavailable[name] = str(reason).splitlines()[0]
+            else:
+                peers.append(peer)
         measurement = measure(
             [Contender(entry.name, entry.call, entry.select) for entry in [*entries, *peers]],
             threads=threads,
@@ -195,6 +205,19 @@ class Context:
             if ours:
                 self.wrong.append(f"{work.case} {entry.name} with {threads} threads: {text}")
             return {"beyond_tolerance": text}
+
+    def document(self, name: str, summary: Any, **extra: Any) -> dict[str, Any]:
+        """The report of the run."""
+        return report.document(
+            name,
+            limits=self.limits,
+            results=self.results,
+            summary=summary,
+            quick=self.options.quick,
+            wrong=self.wrong,
+            interrupted=self.interrupted,
+            **extra,
+        )
 
     @property
     def exit_status(self) -> int:

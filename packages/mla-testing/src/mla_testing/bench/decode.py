@@ -179,15 +179,11 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         for tier in context.tiers
     }
     named = by_tier.get("avx512bf16", {"summary": None, "summary_h128": None})
-    found = report.document(
+    found = context.document(
         "bench_decode",
-        limits=context.limits,
-        results=context.results,
-        summary=named["summary"],
+        named["summary"],
         summary_h128=named["summary_h128"],
         summary_by_tier=by_tier,
         derived=derived(context.results, peak_threads),
-        wrong=context.wrong,
-        interrupted=context.interrupted,
     )
     return found, context.exit_status

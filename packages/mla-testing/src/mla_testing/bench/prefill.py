@@ -3,7 +3,7 @@
 
 Ours has two ways: *absorbed* (two products around attention over latent rows) and *decompressed* (keys and values
 expanded per head), and chooses by a request's lengths alone. The limit is that of the way with fewer operations. A grid
-of query x context lengths times both ways, and shows how far the choice is from the better one.
+of query x context lengths times the chosen and the other way in turn, and shows how far the choice is from the better.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mla_testing import compare, peers, reference, report, tolerances
+from mla_testing import compare, peers, reference, tolerances
 from mla_testing.bench.attention import (
     MAC_PER_KEY,
     ROW_BYTES,
@@ -36,6 +36,8 @@ NOPE, V = 128, 128
 WAYS = ("absorbed", "decompressed")
 GRID_QUERIES = (16, 64, 128, 256, 512, 2048)
 GRID_CONTEXTS = (0, 512, 1024, 2048, 4096, 8192)
+#: Name of the contender that goes the way not chosen, before the tier's.
+_OTHER = "other_way"
 
 #: Name of a case -> heads, context lengths, new tokens of each request.
 CASES: dict[str, tuple[int, list[int], list[int]]] = {
@@ -59,6 +61,8 @@ EXTEND_CASES: dict[str, tuple[int, list[int], list[int]]] = {
     "extend_q8_ctx8184_h16": (16, [8184], [8]),
     "extend_fresh512_h128": (128, [0], [512]),
 }
+#: Few new tokens on much context: the absorbed way's.
+SHORT = ("q1_ctx8192_h16", "q8_ctx8192_h16", "q64_ctx8192_h16")
 QUICK = ("fresh512_h16", "fresh2048_h16", "chunk512_ctx8192_h16", "q8_ctx8192_h16", "extend_fresh2048_h16")
 
 
@@ -103,7 +107,7 @@ def our_prefill(case: peers.PrefillCase, tier: str, threads: int, way: str = "au
 
     ops = torch.ops.amx_kernels
     isa.set(tier)
-    name = f"ours:{tier}" if way == "auto" else f"ours:{tier}:{way}"
+    name = f"ours:{tier}"
     if way == "auto":
         way = chosen_way(case)
     out = case.empty_out()
@@ -192,20 +196,32 @@ def prefill_check(case: peers.PrefillCase) -> Callable[[Any], dict[str, Any]]:
     return check
 
 
+def _other_way(case: peers.PrefillCase, tier: str) -> Callable[[int], Entry]:
+    """The way that the library does not choose, as a peer."""
+
+    def make(threads: int) -> Entry:
+        way = next(way for way in WAYS if way != chosen_way(case))
+        entry = our_prefill(case, tier, threads, way)
+        entry.name = f"{_OTHER}:{tier}"
+        return entry
+
+    return make
+
+
 def _work(
     pool: Pool,
     name: str,
     heads: int,
     contexts: Sequence[int],
     queries: Sequence[int],
-    way: str = "auto",
+    *,
+    ways_of: Sequence[str] = (),
     **changes: Any,
 ) -> Work:
+    """Against the peers; where ``ways_of`` names tiers, against the other way on each of them instead."""
     case = prefill_case(pool, heads, contexts, queries)
     keys = [context + new for context, new in zip(contexts, queries, strict=True)]
     operations, chosen = least(heads, contexts, queries)
-    if way != "auto":
-        operations = flop(way, heads, contexts, queries)
     tokens = sum(queries)
     return Work(
         case=name,
@@ -213,14 +229,14 @@ def _work(
             "heads": heads,
             "contexts": list(contexts),
             "queries": list(queries),
-            "way": chosen_way(case) if way == "auto" else way,
-            "choice": chosen_way(case),
+            "way": chosen_way(case),
             "fewer_operations": chosen,
         },
         flop=operations,
         size=float(sum(keys) * ROW_BYTES + tokens * heads * 2 * (NOPE + P + V) + heads * R * 2 * (NOPE + V)),
-        make_ours=lambda tier, threads: our_prefill(case, tier, threads, way),
-        make_peers={} if way != "auto" else {n: peer_maker(n, adapter, case) for n, adapter in peers.PREFILL.items()},
+        make_ours=lambda tier, threads: our_prefill(case, tier, threads),
+        make_peers={f"{_OTHER}:{tier}": _other_way(case, tier) for tier in ways_of}
+        or {n: peer_maker(n, adapter, case) for n, adapter in peers.PREFILL.items()},
         check=prefill_check(case),
         **changes,
     )
@@ -245,62 +261,61 @@ def chooser(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     times: dict[str, dict[str, float]] = {}
     choices: dict[str, str] = {}
     for entry in results:
-        if entry["case"].startswith("grid-") and "failed" not in entry:
-            point = f"{entry['case'].rsplit('-', 1)[0]}@{entry['tier']}"
-            times.setdefault(point, {})[entry["params"]["way"]] = entry["ms"]["median"]
-            choices[point] = entry["params"]["choice"]
-    ratios = {
-        point: by_way[choices[point]] / min(by_way.values())
-        for point, by_way in times.items()
-        if len(by_way) == len(WAYS)
-    }
+        other = entry["peers"].get(f"{_OTHER}:{entry['tier']}", {})
+        if "failed" in entry or "ms" not in other:
+            continue
+        point, way = f"{entry['case']}@{entry['tier']}", entry["params"]["way"]
+        choices[point] = way
+        times[point] = {w: (entry if w == way else other)["ms"]["median"] for w in WAYS}
+    ratios = {point: by_way[choices[point]] / min(by_way.values()) for point, by_way in times.items()}
     return {"ms": times, "choices": choices, "ratios": ratios, "worst": max(ratios.values(), default=None)}
 
 
 def run(options: Options) -> tuple[dict[str, Any], int]:
-    """Runs the benchmark; the report and an exit status (see ``Context.exit_status``)."""
+    """Runs the benchmark; the report and an exit status (see ``Context.exit_status``).
+
+    summary: {speedup: {case: {peer}}, limit_fraction: {case}, limit_fraction_short_min: over ``SHORT``, chooser_worst,
+    chooser_points: how many points of the grid count}.
+    """
     context = Context(options)
     threads = max(context.threads)
-    table: dict[str, tuple[int, list[int], list[int], str]] = {
-        name: (*case, "auto") for name, case in (CASES | EXTEND_CASES).items() if not options.quick or name in QUICK
+    cases = {name: case for name, case in (CASES | EXTEND_CASES).items() if not options.quick or name in QUICK}
+    step = 3 if options.quick else 1
+    grid = {
+        f"grid-q{new}-ctx{old}": (16, [old], [new]) for new in GRID_QUERIES[::step] for old in GRID_CONTEXTS[::step]
     }
-    if not options.quick:
-        for new in GRID_QUERIES:
-            for old in GRID_CONTEXTS:
-                for way in WAYS:
-                    table[f"grid-q{new}-ctx{old}-{way}"] = (16, [old], [new], way)
+    table = cases | grid
     chosen = context.select(table)
     pool = Pool(max(sum(-(-(a + b) // 128) * 128 for a, b in zip(*table[name][1:3], strict=True)) for name in chosen))
 
     def work(name: str) -> Work:
-        heads, contexts, queries, way = table[name]
         if name in EXTEND_CASES:
-            return _extend_work(pool, name, heads, contexts, queries)
-        both = {"threads": (threads,)} if name.startswith("grid-") else {}
-        return _work(pool, name, heads, contexts, queries, way, **both)
+            return _extend_work(pool, name, *table[name])
+        if name in grid:
+            return _work(pool, name, *table[name], ways_of=context.tiers, threads=(threads,))
+        return _work(pool, name, *table[name])
 
     context.run({name: lambda name=name: work(name) for name in chosen})
     by_tier = {}
     for tier in context.tiers:
         of_tier = [entry for entry in context.results if entry["tier"] == tier and entry["threads"] == threads]
-        cases = [entry for entry in of_tier if entry["case"] in CASES | EXTEND_CASES]
+        good = [entry for entry in of_tier if entry["case"] in cases and "failed" not in entry]
+        fractions = {entry["case"]: entry["limit_fraction"] for entry in good}
+        ways = chooser(of_tier)
         by_tier[tier] = {
             "speedup": {
                 entry["case"]: {name: peer["speedup"] for name, peer in entry["peers"].items() if "ms" in peer}
-                for entry in cases
-                if "failed" not in entry
+                for entry in good
             },
-            "limit_fraction": {entry["case"]: entry["limit_fraction"] for entry in cases if "failed" not in entry},
-            "chooser_worst": chooser(of_tier)["worst"],
+            "limit_fraction": fractions,
+            "limit_fraction_short_min": min((fractions[name] for name in SHORT if fractions.get(name)), default=None),
+            "chooser_worst": ways["worst"],
+            "chooser_points": len(ways["ratios"]),
         }
-    found = report.document(
+    found = context.document(
         "bench_prefill",
-        limits=context.limits,
-        results=context.results,
-        summary=by_tier.get("avx512bf16") or by_tier.get(context.tiers[-1]),
+        by_tier.get("avx512bf16") or by_tier.get(context.tiers[-1]),
         summary_by_tier=by_tier,
         chooser=chooser(context.results),
-        wrong=context.wrong,
-        interrupted=context.interrupted,
     )
     return found, context.exit_status

@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch
 
-from mla_testing import report
 from mla_testing.bench.attention import P, R
 from mla_testing.bench.common import Context, Entry, Options, Work
 
@@ -164,12 +163,4 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         found["longest_over_shortest_table"] = (
             found["ours_us"][widths[-1]] / found["ours_us"][widths[0]] if len(widths) > 1 else None
         )
-    report_ = report.document(
-        "bench_step",
-        limits=context.limits,
-        results=context.results,
-        summary=summary,
-        wrong=context.wrong,
-        interrupted=context.interrupted,
-    )
-    return report_, context.exit_status
+    return context.document("bench_step", summary), context.exit_status
