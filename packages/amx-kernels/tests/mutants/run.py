@@ -184,8 +184,8 @@ MUTANTS = (
     Mutant(
         "depth tail of mat1 read past the row",
         "ops/bmm/bmm-inl.h",
-        "if (live < kGroup || p.depth != call.depth) {",
-        "if (live < kGroup) {",
+        "if (live < kGroup || p.depth != call.depth || conflict) {",
+        "if (live < kGroup || conflict) {",
         BMM,
     ),
     Mutant(
@@ -198,8 +198,8 @@ MUTANTS = (
     Mutant(
         "column tail writes a whole vector",
         "ops/bmm/bmm-inl.h",
-        "if (live >= kGroup) {",
-        "if (live > 0) {",
+        "for (; i + 2 * kGroup <= live; i += 2 * kGroup,",
+        "for (; i < live; i += 2 * kGroup,",
         BMM,
     ),
     Mutant(
