@@ -284,7 +284,8 @@ amxk_code prefill(const PrefillParams& p) {
     tokens += p.requests[i].tokens;
   }
   if (tokens == 0) return AMXK_OK;
-  const int64_t wanted = ceil_div(4 * static_cast<int64_t>(p.parallel.num_threads), p.heads);  // ranges of all requests
+  const int64_t items = p.parallel.num_threads > 1 ? 4 * static_cast<int64_t>(p.parallel.num_threads) : 1;
+  const int64_t wanted = ceil_div(items, p.heads);  // ranges of all requests
   const int64_t share = round_up(ceil_div(tokens, wanted), kQueryBlock);
   PrefillCall call = {p, PrefillShape(p), min(kMaxQueries, min(round_up(longest, kQueryBlock), max<int64_t>(share, 256))),
                       0, 0, 0};
