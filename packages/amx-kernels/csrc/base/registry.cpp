@@ -309,12 +309,15 @@ struct Choice {
 amxk_code resolve_named(const amxk_probes& probes, amxk_cpu_report& report, const char* name, const char* origin,
                         Choice& choice, amxk_error* error) {
   char list[128];
-  Text possible(list, sizeof list);
-  add_usable(possible, report, choice.emulated);
+  const auto list_usable = [&] {  // as the report is by then: a refusal changes it
+    Text possible(list, sizeof list);
+    add_usable(possible, report, choice.emulated);
+  };
 
   int tier = 0;
   while (tier < AMXK_NUM_TIERS && std::strcmp(kTiers[tier].name, name) != 0) ++tier;
   if (tier == AMXK_NUM_TIERS) {
+    list_usable();
     return fail(error, AMXK_INVALID_ARGUMENT,
                 "%s is \"%.64s\", which is no tier; expected one of portable, avx2, avx512, avx512bf16, amxbf16 "
                 "(usable here: %s)",
@@ -327,6 +330,7 @@ amxk_code resolve_named(const amxk_probes& probes, amxk_cpu_report& report, cons
     evaluate(report, tier, choice.emulated, status);
   }
   if (!status.usable) {
+    list_usable();
     return fail(error, AMXK_UNSUPPORTED, "%s is \"%s\", which cannot be used: %.256s (usable here: %s)", origin, name,
                 status.reason, list);
   }
