@@ -83,9 +83,9 @@ def test_a_refusal_is_one_line_on_stderr(command: Command, world: World, capsys:
 def test_export(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("export", tmp_path / "out") == 0  # of the tree's own version
     assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == [
-        "first.patch",
-        "second.patch",
-        "third.patch",
+        "0001-first.patch",
+        "0002-second.patch",
+        "0003-third.patch",
     ]
     assert command("export", "--series", "9.8.7", tmp_path / "out") == 1
     assert "is not empty" in capsys.readouterr().err

@@ -107,7 +107,7 @@ def test_any_disagreement_is_refused(world: World, change: Callable[[World], Non
 
 def test_export_writes_what_git_am_takes(world: World, tmp_path: Path) -> None:
     files = export(world.version, tmp_path / "out", world.patches)
-    assert [file.name for file in files] == ["first.patch", "second.patch", "third.patch"]
-    assert (tmp_path / "out" / "series").read_text().split() == [file.name for file in files]
+    assert [file.name for file in files] == ["0001-first.patch", "0002-second.patch", "0003-third.patch"]
+    assert sorted((tmp_path / "out").iterdir()) == files, "git am out/*.patch takes them in this order"
     with pytest.raises(PatchError, match="is not empty"):
         export(world.version, tmp_path / "out", world.patches)

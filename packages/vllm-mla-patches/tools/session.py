@@ -177,7 +177,8 @@ def git_am(session: Session, series: str, root: Path) -> None:
     with session.step(f"git am of series {series}"), tempfile.TemporaryDirectory() as folder:
         tree, patches = Path(folder) / "tree", Path(folder) / "patches"
         shutil.copytree(root / "vllm", tree / "vllm", ignore=lambda _, names: [n for n in names if not _is_source(n)])
-        files = export(series, patches)
+        export(series, patches)
+        files = sorted(patches.glob("*.patch"))  # as a shell lists them
         identity = ["-c", "user.name=Check", "-c", "user.email=check@example.org"]
         for command in (
             ["init", "-q"],

@@ -115,7 +115,7 @@ def load_ledger(root: Path = PATCHES) -> dict[str, Any]:
 
 
 def export(version: str, folder: Path, root: Path = PATCHES) -> list[Path]:
-    """Writes the patch files of a series into `folder` for `git am`, with the order file; returns the patches in order.
+    """Writes the patches of a series into `folder`, numbered so that `git am folder/*.patch` takes them in order.
 
     Raises:
         UnsupportedVersionError, SeriesError: see `Series.load`.
@@ -125,10 +125,10 @@ def export(version: str, folder: Path, root: Path = PATCHES) -> list[Path]:
     if folder.exists() and any(folder.iterdir()):
         raise PatchError(f"{folder} is not empty: name a new or an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(root / version / "series", folder / "series")
-    files = [folder / f"{patch.name}.patch" for patch in series.patches]
-    for file in files:
-        shutil.copyfile(root / version / file.name, file)
+    files = []
+    for number, patch in enumerate(series.patches, 1):
+        name = f"{patch.name}.patch"
+        files.append(Path(shutil.copyfile(root / version / name, folder / f"{number:04}-{name}")))
     return files
 
 
