@@ -36,7 +36,9 @@ MARKS = ("AddressSanitizer", "runtime error:", "ThreadSanitizer", "LeakSanitizer
 FLAGS = "-O1 -g -w"
 
 #: Python test files run under ASan, and what is left out of them.
-FILES = ("faults", "test_bmm.py", "test_cache.py", "test_plan.py", "test_errors.py", "test_attention.py")
+FILES = (
+    "faults", "test_bmm.py", "test_cache.py", "test_plan.py", "test_errors.py", "test_prefill.py", "test_attention.py",
+)  # fmt: skip
 LEFT_OUT = {
     "keeps_every_thread_busy": "measures time",
     "costs_no_more_than": "measures time",

@@ -53,7 +53,8 @@ class Work:
     """Calls of every op in several shapes, with the bits each must give on the tier in use."""
 
     def __init__(self) -> None:
-        from fault_support import attend
+        import numpy as np
+        from fault_support import attend, normal
 
         import amx_kernels
         from mla_testing.cases import AttentionCase, BmmCase, ConcatCase
@@ -75,6 +76,25 @@ class Work:
                 return out.tobytes() + lse.tobytes()
 
             self._calls.append((case.id, attention_call))
+        for case, nope, value in (
+            (AttentionCase(2, (300, 900, 40), query_lens=(300, 65, 1), block_size=32), 128, 128),
+            (AttentionCase(3, (90, 5), query_lens=(70, 5), rank=96, rope=12), 20, 130),
+        ):
+            data = case.build()
+            q_nope = normal(1, case.tokens, case.heads, nope)
+            weights = [
+                amx_kernels.convert_weight_packed(normal(2, case.heads, width, case.rank)) for width in (nope, value)
+            ]
+
+            def prefill_call(data=data, q_nope=q_nope, weights=weights, value=value) -> bytes:
+                out, lse = np.empty((*q_nope.shape[:2], value), np.uint16), data.lse.copy()
+                amx_kernels.prefill_attention_cpu(
+                    out, lse, q_nope, data.q_pe, data.kv_cache, data.block_table, data.seq_lens, data.query_start_loc,
+                    *weights, data.scale,
+                )  # fmt: skip
+                return out.tobytes() + lse.tobytes()
+
+            self._calls.append((f"prefill-{case.id}", prefill_call))
         for rows in (1, 2, 7, 16, 17, 32):
             data = BmmCase(4, rows, 130, 66).build()
             packed = amx_kernels.convert_weight_packed(data.mat2)
