@@ -38,7 +38,7 @@ def ready(session: nox.Session, *args: str, **kwargs: object) -> envs.Environmen
 def pytest(environment: envs.Environment, *args: str, **kwargs: object) -> None:
     """Runs pytest from the repository's root on the installed packages."""
     build = next(iter(sorted((ROOT / KERNELS / "build").glob("cp*"))), ROOT / KERNELS / "build")
-    env = {"AMX_KERNELS_BUILD": str(build), **kwargs.pop("env", {})}
+    env = {"AMX_KERNELS_BUILD": str(build), "WHEEL_DIR": str(ROOT / "dist"), **kwargs.pop("env", {})}
     environment.run("-m", "pytest", "--import-mode=importlib", *args, env=env, **kwargs)
 
 

@@ -93,6 +93,18 @@ def test_row_strides(tier, packed, gap):
 
 
 @FORMS
+def test_several_blocks_of_rows_and_of_columns(tier, packed):
+    """Tokens first in memory, heads first to the op, rows 2048 elements apart as in a model of 32 heads of 64."""
+    tokens, heads, depth, columns = 150, 32, 64, 300
+    mat1 = normal(tokens, heads, depth).transpose(1, 0, 2)[::11]
+    assert mat1.strides[1] == 4096
+    weight = normal(len(mat1), columns, depth)
+    out = np.full((len(mat1), tokens, columns), bf16.NAN)
+    amx_kernels.bmm_cpu(out, mat1, weight_as(weight, packed), packed)
+    check(out, mat1, weight, "several blocks")
+
+
+@FORMS
 def test_one_matrix_for_the_whole_batch(tier, packed):
     """A batch stride of 0 in mat1 (expand)."""
     one, weight = normal(1, 9, 64), normal(4, 30, 64)

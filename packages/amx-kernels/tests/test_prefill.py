@@ -236,7 +236,7 @@ def test_torch(tier):
 
 
 def test_the_choice_follows_the_multiply_accumulates(monkeypatch):
-    """Fresh prompts are decompressed, decodes absorbed; with more context the break-even grows to some 170 queries."""
+    """Fresh prompts are decompressed, decodes absorbed; with more context the break-even grows to 128 or 150 queries."""
     monkeypatch.delenv("AMX_KERNELS_PREFILL", raising=False)
     choose = amx_kernels.prefill_decompressed
     assert not choose(1, 1000) and not choose(16, 8192)
@@ -245,7 +245,7 @@ def test_the_choice_follows_the_multiply_accumulates(monkeypatch):
         chosen = [choose(query, keys) for query in range(1, min(keys, 600))]
         assert chosen == sorted(chosen), "more queries never turn the choice back"
         if keys > 600:
-            assert 100 < chosen.index(True) < 250
+            assert 100 < chosen.index(True) < 160
 
 
 @pytest.mark.parametrize("value", ["absorbed", "decompressed", "auto", ""])

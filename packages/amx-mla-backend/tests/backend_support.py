@@ -16,18 +16,13 @@ from mla_testing.compare import assert_close
 DIMS = SimpleNamespace(heads=4, nope=128, v_dim=128, rank=512, rope=64)
 
 
-class Linear:
+class Linear(torch.nn.Module):
     """What the backend reads of kv_b_proj: a weight and how it is quantised."""
 
     def __init__(self, weight: torch.Tensor, quant_method: Any = None) -> None:
+        super().__init__()
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.quant_method = quant_method
-
-    def named_parameters(self, recurse: bool = True) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(name, value) for name, value in vars(self).items() if isinstance(value, torch.nn.Parameter)]
-
-    def register_parameter(self, name: str, value: torch.nn.Parameter) -> None:
-        setattr(self, name, value)
 
 
 def make_impl(weight: torch.Tensor, dims: SimpleNamespace = DIMS, **overrides: Any) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # backend_support, in every import mode of pytest
+# backend_support and engine_driver, in every import mode of pytest.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "e2e")]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ OURS = "amx_mla_backend.platform."
 
 
 def raises(error: Exception) -> Any:
-    def probe() -> None:
+    def probe(*args: Any) -> None:
         raise error
 
     return probe
@@ -386,6 +386,15 @@ def test_another_dtype_is_vllms_unless_asked_for(monkeypatch, mode: str, dtype: 
         selection.choose(config(dtype=dtype, backend="AMX_MLA"))
 
 
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_hybrid_models_are_vllms_unless_asked_for(monkeypatch, mode: str) -> None:
+    monkeypatch.setenv(envs.MODE.name, mode)
+    choice = selection.choose(config(is_hybrid=True))
+    assert not choice.serves and "hybrid" in choice.reason
+    with pytest.raises(ValueError, match=r"AMX_MLA was asked for: hybrid models"):
+        selection.choose(config(is_hybrid=True, backend="AMX_MLA"))
+
+
 def test_backend_per_kind_of_layer() -> None:
     vllm_config = config(backend="FLASHMLA")
     vllm_config.attention_config.backend_per_kind = {"mla_attention": SimpleNamespace(name="CPU_MLA")}
@@ -400,10 +409,68 @@ def test_layers_get_the_backend_the_configuration_chose(monkeypatch, use_mla: bo
     assert path == (platform.BACKEND_PATH if use_mla and serves else STOCK_BACKEND)
 
 
-def test_standing_back_returns_vllms_class_though_ours_is_registered(monkeypatch) -> None:
+class PatchedParent(Parent):
+    """vLLM's CPU platform as patched 0.28.0 has it: whatever is registered as AMX_MLA is planned for."""
+
+    @classmethod
+    def _backend(cls) -> Any:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        amx_mla = AttentionBackendEnum.AMX_MLA
+        return amx_mla if amx_mla.is_overridden() else AttentionBackendEnum.CPU_MLA
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        if cls._backend().name == "CPU_MLA":
+            super().check_and_update_config(vllm_config)
+        else:
+            vllm_config.cache_config.block_size = 128
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected: Any, selector: Any, num_heads: int | None = None) -> str:
+        return cls._backend().get_path()
+
+
+class OursPatched(platform.LatentAttentionPlatform, PatchedParent):
+    pass
+
+
+@pytest.fixture
+def registered() -> Iterator[Any]:
+    """AMX_MLA with our class registered."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.AMX_MLA, platform.BACKEND_PATH)
+    yield AttentionBackendEnum.AMX_MLA
+    AttentionBackendEnum.AMX_MLA.clear_override()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"is_hybrid": True}, {"kv_lora_rank": None}, {"dtype": torch.float16}, {"backend": "CPU_MLA"}],
+    ids=str,
+)
+def test_standing_back_vllm_decides_as_if_nothing_were_registered(monkeypatch, registered, overrides) -> None:
+    """Block size and class agree, where the platform asks what is registered; and the registration outlives it."""
+    vllm_config = config(**overrides)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: vllm_config)
+    OursPatched.check_and_update_config(vllm_config)
+    assert decided(vllm_config) == (16, False, False, 4096)
+    assert OursPatched.get_attn_backend_cls(None, SimpleNamespace(use_mla=True)) == STOCK_BACKEND
+    assert registered.get_path() == platform.BACKEND_PATH
+
+
+def test_standing_back_outlives_a_refusal_of_vllms(monkeypatch, registered) -> None:
+    monkeypatch.setattr(Parent, "check_and_update_config", classmethod(raises(ValueError("vLLM's own"))))
+    with pytest.raises(ValueError, match="vLLM's own"):
+        Ours.check_and_update_config(config(is_hybrid=True))
+    assert registered.get_path() == platform.BACKEND_PATH
+
+
+def test_standing_back_returns_vllms_class_though_ours_is_registered(monkeypatch, registered) -> None:
     """On an AMX host the parent resolves AMX_MLA through the table in which we have entered ours."""
     monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config(dtype=torch.float16))
-    monkeypatch.setattr(Parent, "get_attn_backend_cls", classmethod(lambda cls, *a: platform.BACKEND_PATH))
+    monkeypatch.setattr(Parent, "get_attn_backend_cls", classmethod(lambda cls, *a: registered.get_path()))
     path = Ours.get_attn_backend_cls(None, SimpleNamespace(use_mla=True))
     assert path == "vllm.v1.attention.backends.mla.amx_mla.AMXMLABackend"
 

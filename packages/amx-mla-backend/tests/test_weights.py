@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from backend_support import DIMS, Linear, random_weight
+from backend_support import DIMS, Linear, make_impl, random_weight
+from safetensors.torch import save_file
 
 from amx_mla_backend import weights
 
@@ -103,3 +106,42 @@ def test_packed_under_another_name() -> None:
     del layer.weight_packed
     with pytest.raises(ValueError, match=r"kv_b_proj \(FourBit\)"):
         weights.absorbed_projections(layer, **NAMES)
+
+
+@pytest.mark.parametrize("target", ["q_proj", "kv_b_proj"])
+def test_a_lora_adapter_of_kv_b_proj_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, vllm_config: Any, tmp_path: Path, target: str
+) -> None:
+    """The packed projections know no adapter, so vLLM's own loading must refuse it; any other layer's is welcome."""
+    from vllm.distributed import parallel_state
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.utils import get_supported_lora_modules
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=1, rank_in_group=0))
+    layers = {
+        name: ColumnParallelLinear(DIMS.rank, 1024, bias=False, params_dtype=torch.bfloat16)
+        for name in ("q_proj", "kv_b_proj")
+    }
+    model = torch.nn.Module()
+    model.self_attn = torch.nn.ModuleDict(layers)
+    assert sorted(get_supported_lora_modules(model)) == ["kv_b_proj", "q_proj"]
+    impl = make_impl(random_weight(), kv_b_proj=layers["kv_b_proj"])
+    impl.process_weights_after_loading(torch.bfloat16)
+
+    adapter = {
+        f"base_model.model.self_attn.{target}.lora_{side}.weight": torch.zeros(shape, dtype=torch.bfloat16)
+        for side, shape in (("A", (8, DIMS.rank)), ("B", (1024, 8)))
+    }
+    save_file(adapter, tmp_path / "adapter_model.safetensors")
+    helper = PEFTHelper(r=8, lora_alpha=8, target_modules=[target])
+    supported = set(get_supported_lora_modules(model))
+    if target == "kv_b_proj":
+        with pytest.raises(ValueError, match=r"received \['self_attn\.kv_b_proj'"):
+            LoRAModel.from_local_checkpoint(str(tmp_path), supported, helper, lora_model_id=1, device="cpu")
+        with pytest.raises(RuntimeError, match="kv_b_proj was absorbed"):
+            layers["kv_b_proj"](torch.zeros(1, DIMS.rank, dtype=torch.bfloat16))
+    else:
+        lora = LoRAModel.from_local_checkpoint(str(tmp_path), supported, helper, lora_model_id=1, device="cpu")
+        assert list(lora.loras) == ["self_attn.q_proj"]

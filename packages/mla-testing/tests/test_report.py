@@ -14,7 +14,7 @@ import pytest
 
 from mla_testing import plots, report
 from mla_testing.bench import bmm, e2e, prefill
-from mla_testing.bench.amx import per_32_keys
+from mla_testing.bench.amx import per_32_keys, prefill_model
 from mla_testing.bench.amx_counts import shuffles_of
 from mla_testing.bench.harness import Measurement
 from mla_testing.limits import Limits
@@ -224,6 +224,15 @@ def test_modelled_cycles_per_32_keys() -> None:
     assert found["bound"] == "matrix"
     assert found["macs_over_whole_tiles"] == pytest.approx(1.0)
     assert per_32_keys(counts, heads=17, keys=1280)["macs_over_whole_tiles"] == pytest.approx(0.5)
+
+
+def test_modelled_prefill_is_set_against_the_longer_bound() -> None:
+    # 512 tokens: 131,328 pairs of 320 multiply-accumulates and 512 keys of 131,072, at 512 a cycle.
+    needed = (131_328 * 320 + 512 * 131_072) / 512
+    counts = {"tmul_rows": int(needed), "TILELOAD": 0, "TILELOADD": 1000, "TILELOADDT1": 0, "TILESTORED": 400}
+    found = prefill_model(counts, 512)
+    assert found["bounds"]["matrix"] == needed > found["bounds"]["softmax"] > 0
+    assert found["over_bound"] == pytest.approx((needed + 52 * 100) / needed)
 
 
 def step(seconds: float, first: int, further: int, attention: float = 0.0) -> list[float]:

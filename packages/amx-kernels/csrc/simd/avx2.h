@@ -122,6 +122,10 @@ AMXK_INLINE void store16(bf16* dst, V a) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst), packed);
 }
+AMXK_INLINE void store_row32(bf16* dst, V low, V high) {
+  store16(dst, low);
+  store16(dst + 16, high);
+}
 AMXK_INLINE void store32(bf16* dst, V even, V odd) { store_pairs(reinterpret_cast<uint32_t*>(dst), even, odd); }
 
 }  // namespace

@@ -31,19 +31,17 @@ AMXK_INLINE V vmask(V s, int key, const int32_t* limit) {
 }
 AMXK_INLINE bool vany_gt(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
-// The polynomial of the portable tier; VSCALEF multiplies by 2^n.
+// 2^x = 2^floor(x) * 2^f with f = x - floor(x) from VREDUCE; VSCALEF takes the floor by itself. Both know infinities:
+// 2^-inf is 0. The polynomial is the minimax one on [0, 1] with p(0) = 1, 1.7e-7 off at most.
 AMXK_INLINE V vexp2(V x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-160.0f), x);  // 2^-160 is 0 in fp32; the second operand when it is NaN
-  const V n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const V f = _mm512_sub_ps(x, n);
-  V p = _mm512_set1_ps(1.5353362e-4f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3398874e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6184373e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5503324e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022648e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314720e-1f));
+  const V f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  V p = _mm512_set1_ps(1.8671302e-3f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.0170298e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5799913e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4016444e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9315130e-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
+  return _mm512_scalef_ps(p, x);
 }
 
 #ifndef AMXK_NATIVE_BF16
@@ -111,6 +109,14 @@ AMXK_INLINE void store16(bf16* dst, V a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a)));
 #else
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst), _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_bf16_16(a), 16)));
+#endif
+}
+AMXK_INLINE void store_row32(bf16* dst, V low, V high) {
+#ifdef AMXK_NATIVE_BF16
+  _mm512_storeu_si512(dst, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+#else
+  store16(dst, low);
+  store16(dst + 16, high);
 #endif
 }
 AMXK_INLINE void store32(bf16* dst, V even, V odd) { store_pairs(reinterpret_cast<uint32_t*>(dst), even, odd); }

@@ -106,6 +106,12 @@ AMXK_INLINE void store16(bf16* dst, V a) {
   for (int i = 0; i < 16; ++i) dst[i] = float_to_bf16(a.lane[i]);
 }
 
+// Thirty-two: where the hardware can, in one store, which a load of the same size can be served from at once.
+AMXK_INLINE void store_row32(bf16* dst, V low, V high) {
+  store16(dst, low);
+  store16(dst + 16, high);
+}
+
 #undef AMXK_LANES
 
 }  // namespace

@@ -16,8 +16,6 @@ namespace {
 
 constexpr int64_t kLine = 64;  // bytes from one row of a C or B tile to the next
 
-AMXK_INLINE size_t gemm_scratch_bytes(int64_t) { return 0; }
-
 template <int I>
 struct Index {
   static constexpr int value = I;
@@ -65,7 +63,7 @@ AMXK_INLINE void gemm_tiles(const RowGroup* a, int k_steps, const bf16* b, int64
 
 template <bool kAccumulate>
 static __attribute__((noinline)) void gemm(const RowGroup* a, int groups, int k_steps, const bf16* b, int64_t b_panel,
-                                           int64_t b_step, int panels, float* c, int64_t c_panel, void*) {
+                                           int64_t b_step, int panels, float* c, int64_t c_panel) {
   const auto product = [=](auto mt, auto nt, int m, int n) {
     gemm_tiles<kAccumulate, decltype(mt)::value, decltype(nt)::value>(
         a + m, k_steps, b + n * b_panel, b_panel, b_step, c + n * c_panel + m * (kGroup * kGroup), c_panel);

@@ -20,14 +20,14 @@ using APrepared = RowGroup;
 
 constexpr int kMaxPanels = 4;
 constexpr int kRows[] = {16, 8, 0, 4};
+constexpr int kChunkSteps = 1 << 20;  // rows are read as they lie, however long
 
-AMXK_INLINE size_t gemm_scratch_bytes(int64_t) { return 0; }
-AMXK_INLINE APrepared prepare(RowGroup group, int, void*) { return group; }
+AMXK_INLINE void prepare(RowGroup group, int, APrepared& a) { a = group; }
 AMXK_INLINE Acc acc_zero() { return vset(0.0f); }
 AMXK_INLINE Acc acc_load(const float* p) { return vload(p); }
 AMXK_INLINE void acc_store(float* p, Acc a) { vstore(p, a); }
 AMXK_INLINE BPair b_load(const bf16* p) { return _mm512_loadu_si512(p); }
-AMXK_INLINE Acc mac(Acc acc, APrepared a, int m, int j, BPair b) {
+AMXK_INLINE Acc mac(Acc acc, const APrepared& a, int m, int j, BPair b) {
   int32_t pair;
   memcpy(&pair, a.row + m * a.stride + 2 * j, sizeof pair);
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(b), reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)));

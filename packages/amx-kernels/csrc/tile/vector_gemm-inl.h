@@ -10,8 +10,8 @@
 //
 // Sums run over k in one order for every shape, so a row's result does not depend on its neighbours.
 //
-// The including tier supplies Acc, BPair, APrepared and: acc_zero, acc_load, acc_store, b_load, prepare, mac, and the
-// register blocks kRows[panels] (rows per block when 1, 2 or 3 panels are processed together), kMaxPanels.
+// The including tier supplies Acc, BPair, APrepared and: acc_zero, acc_load, acc_store, b_load, prepare, mac, how many
+// steps of k go together (kChunkSteps), and the register blocks kRows[panels] (rows per block when 1, 2 or 3 panels are processed together), kMaxPanels.
 #pragma once
 
 namespace amxk {
@@ -19,7 +19,7 @@ namespace AMXK_TIER {
 namespace {
 
 template <bool kAccumulate, int MR, int NR>
-AMXK_INLINE void gemm_block(APrepared a, int row, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, float* c,
+AMXK_INLINE void gemm_block(const APrepared& a, int row, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, float* c,
                             int64_t c_panel) {
   Acc acc[MR][NR];
 #pragma GCC unroll 16
@@ -47,7 +47,7 @@ AMXK_INLINE void gemm_block(APrepared a, int row, int k_steps, const bf16* b, in
 }
 
 template <bool kAccumulate, int NR>
-AMXK_INLINE void gemm_panels(APrepared a, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, float* c,
+AMXK_INLINE void gemm_panels(const APrepared& a, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, float* c,
                              int64_t c_panel) {
   constexpr int MR = kRows[NR - 1];
   for (int m = 0; m < kGroup; m += MR) {
@@ -57,7 +57,7 @@ AMXK_INLINE void gemm_panels(APrepared a, int k_steps, const bf16* b, int64_t b_
 
 // Panels first: as many at a time as the tier has registers for, then the rest.
 template <bool kAccumulate, int NR>
-AMXK_INLINE void gemm_group(APrepared a, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, int panels,
+AMXK_INLINE void gemm_group(const APrepared& a, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, int panels,
                             float* c, int64_t c_panel) {
   int n = 0;
   for (; n + NR <= panels; n += NR) {
@@ -71,14 +71,18 @@ AMXK_INLINE void gemm_group(APrepared a, int k_steps, const bf16* b, int64_t b_p
   }
 }
 
-// k_steps: steps of kStepK along k. scratch: gemm_scratch_bytes(k_steps).
+// k_steps: steps of kStepK along k.
 template <bool kAccumulate>
 static __attribute__((noinline)) void gemm(const RowGroup* a, int groups, int k_steps, const bf16* b, int64_t b_panel,
-                                           int64_t b_step, int panels, float* c, int64_t c_panel, void* scratch) {
-  for (int g = 0; g < groups; ++g) {
-    const APrepared rows = prepare(a[g], k_steps * kStepK, scratch);
-    gemm_group<kAccumulate, kMaxPanels>(rows, k_steps, b, b_panel, b_step, panels,
-                                        c + static_cast<int64_t>(g) * kGroup * kGroup, c_panel);
+                                           int64_t b_step, int panels, float* c, int64_t c_panel) {
+  APrepared rows;
+  for (int g = 0; g < groups; ++g, c += kGroup * kGroup) {
+    for (int k = 0; k < k_steps; k += kChunkSteps) {
+      const int steps = min(kChunkSteps, k_steps - k);
+      prepare({a[g].row + k * kStepK, a[g].stride}, steps * kStepK, rows);
+      const auto product = kAccumulate || k > 0 ? gemm_group<true, kMaxPanels> : gemm_group<false, kMaxPanels>;
+      product(rows, steps, b + k * b_step, b_panel, b_step, panels, c, c_panel);
+    }
   }
 }
 

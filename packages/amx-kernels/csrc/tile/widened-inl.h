@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operands of the tiers that multiply in fp32: a group of A rows is widened once into scratch and then broadcast from
-// there; B pairs are split into even and odd rows in registers (a bf16 in the upper half of a word is that fp32).
+// Operands of the tiers that multiply in fp32: a group of A rows is widened once and then broadcast from
+// memory; B pairs are split into even and odd rows in registers (a bf16 in the upper half of a word is that fp32).
 // The including tier supplies Acc, BPair, multiply_pair and widen_row.
 #pragma once
 
@@ -8,27 +8,22 @@ namespace amxk {
 namespace AMXK_TIER {
 namespace {
 
+// k goes in chunks of 256: the widened rows, 17 KB, and the chunk of a B panel, 8 KB, then stay in L1 together. An odd
+// number of cache lines from row to row, so that 16 rows do not fall into the same sets; a constant one, so that rows are
+// offsets of one pointer.
+constexpr int kChunkSteps = 8;
+constexpr int64_t kWidenedStride = kChunkSteps * kStepK + 16;
+
 struct APrepared {
-  const float* rows;  // [16, stride] fp32
-  int64_t stride;
+  alignas(64) float rows[kGroup * kWidenedStride];
 };
 
-// An odd number of cache lines, so that 16 rows do not fall into the same cache sets.
-AMXK_INLINE int64_t widened_stride(int64_t k) { return k + 16; }
-
-AMXK_INLINE size_t gemm_scratch_bytes(int64_t k_steps) {
-  return static_cast<size_t>(kGroup * widened_stride(k_steps * kStepK)) * sizeof(float);
+AMXK_INLINE void prepare(RowGroup group, int k, APrepared& a) {
+  for (int i = 0; i < kGroup; ++i) widen_row(group.row + i * group.stride, k, a.rows + i * kWidenedStride);
 }
 
-AMXK_INLINE APrepared prepare(RowGroup group, int k, void* scratch) {
-  float* rows = static_cast<float*>(scratch);
-  const int64_t stride = widened_stride(k);
-  for (int i = 0; i < kGroup; ++i) widen_row(group.row + i * group.stride, k, rows + i * stride);
-  return {rows, stride};
-}
-
-AMXK_INLINE Acc mac(Acc acc, APrepared a, int m, int j, BPair b) {
-  return multiply_pair(acc, a.rows + m * a.stride + 2 * j, b);
+AMXK_INLINE Acc mac(Acc acc, const APrepared& a, int m, int j, BPair b) {
+  return multiply_pair(acc, a.rows + m * kWidenedStride + 2 * j, b);
 }
 
 }  // namespace

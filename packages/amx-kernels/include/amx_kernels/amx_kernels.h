@@ -118,8 +118,8 @@ AMXK_API amxk_code amxk_prefill_attention(const amxk_tensor* out, const amxk_ten
 
 /*
  * Which form serves a request of `query` new tokens and `keys` keys (including them) sooner: 1 decompressed, 0 absorbed.
- * A function of the two lengths alone (and of AMX_KERNELS_PREFILL=absorbed|decompressed|auto), so that it never changes
- * with batch mates. Errors: a negative length, an unknown value of the variable.
+ * A function of the two lengths and the tier alone (and of AMX_KERNELS_PREFILL=absorbed|decompressed|auto), so that it
+ * never changes with batch mates. Errors: a negative length, an unknown value of the variable, no tier that can run.
  */
 AMXK_API amxk_code amxk_prefill_decompressed(int64_t query, int64_t keys, int* decompressed, amxk_error* error);
 

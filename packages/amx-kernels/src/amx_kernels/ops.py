@@ -11,6 +11,7 @@ TypeError for an object that is no array; RuntimeError if no tier can run here.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,13 @@ def _array(tensor: Array) -> Array:
     return np.from_dlpack(tensor)
 
 
+def _aligned(size: int) -> np.ndarray:
+    """`size` bytes that start at a cache line: a tile row that straddles two lines is read twice."""
+    memory = np.empty(size + 63, dtype=np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
+
+
 def convert_weight_packed(weight: Array) -> np.ndarray:
     """Packs a weight for :func:`bmm_cpu`.
 
@@ -52,7 +60,8 @@ def convert_weight_packed(weight: Array) -> np.ndarray:
     every tier; padding is zero.
     """
     weight = _array(weight)
-    packed = np.empty(_core.packed_sizes(weight), dtype=weight.dtype)
+    sizes = _core.packed_sizes(weight)
+    packed = _aligned(math.prod(sizes) * weight.dtype.itemsize).view(weight.dtype).reshape(sizes)
     _core.convert_weight_packed(packed, weight)
     return packed
 
@@ -165,8 +174,8 @@ def prefill_attention_cpu(
 
 def prefill_decompressed(query: int, keys: int) -> bool:
     """Whether :func:`prefill_attention_cpu` serves `query` new tokens of a sequence of `keys` tokens sooner than
-    the absorbed form. A function of these lengths alone; ``AMX_KERNELS_PREFILL`` = absorbed or decompressed overrides
-    it.
+    the absorbed form. A function of these lengths and of the tier alone; ``AMX_KERNELS_PREFILL`` = absorbed or
+    decompressed overrides it.
     """
     return _core.prefill_decompressed(query, keys)
 

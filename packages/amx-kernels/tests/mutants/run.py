@@ -30,6 +30,7 @@ TESTS = PACKAGE / "tests"
 ATTENTION = ("test_attention.py",)
 BMM = ("test_bmm.py",)
 CACHE = ("test_cache.py",)
+DIMS = ("faults/test_fault_dims.py",)
 ERRORS = ("test_errors.py",)
 
 
@@ -41,7 +42,7 @@ class Mutant:
     file: str
     old: str
     new: str
-    #: Modules of the suite it is given to.
+    #: Modules of the suite it is given to, from the folder of the tests.
     tests: tuple[str, ...]
 
 
@@ -128,7 +129,7 @@ MUTANTS = (
         "ops/attention/attention-inl.h",
         "memcpy(out + 32 * whole, tail, static_cast<size_t>(p.latent - 32 * whole) * sizeof(bf16));",
         "",
-        ATTENTION,
+        DIMS,
     ),
     Mutant(
         "bfloat16 by truncation",
@@ -183,8 +184,8 @@ MUTANTS = (
     Mutant(
         "depth tail of mat1 read past the row",
         "ops/bmm/bmm-inl.h",
-        "if (live < kGroup || p.depth != call.depth) {",
-        "if (live < kGroup) {",
+        "if (live < kGroup || p.depth != call.depth || conflict) {",
+        "if (live < kGroup || conflict) {",
         BMM,
     ),
     Mutant(
@@ -197,8 +198,8 @@ MUTANTS = (
     Mutant(
         "column tail writes a whole vector",
         "ops/bmm/bmm-inl.h",
-        "if (live >= kGroup) {",
-        "if (live > 0) {",
+        "for (; i + 2 * kGroup <= live; i += 2 * kGroup,",
+        "for (; i < live; i += 2 * kGroup,",
         BMM,
     ),
     Mutant(
@@ -269,7 +270,7 @@ class Copy:
 
 def catching_test(output: str) -> str | None:
     """The test that failed, or in which the process died: the last one that was begun."""
-    begun = re.findall(r"^(?:\S*/)?(test_\w+\.py::\S+)(?: (\w+))?", output, re.MULTILINE)
+    begun = re.findall(r"^((?:\w+/)*test_\w+\.py::\S+)(?: (\w+))?", output, re.MULTILINE)
     failed = [test for test, result in begun if result in ("FAILED", "ERROR")]
     return failed[0] if failed else begun[-1][0] if begun else None
 

@@ -4,13 +4,15 @@
 | since | difference | answered by |
 |---|---|---|
 | 0.28.0 | `AMX_MLA` is no attention backend name unless the patch series adds it | `unsupported_reason` |
-| 0.29.0 | stock `AMX_MLA` exists: standing back means vLLM's class, not our registration | `stock_path` |
+| patched 0.28.0, 0.29.0 | the platform plans for `AMX_MLA`: a registered class, vLLM's own | `without_registration` |
 | patched 0.28.0, 0.33.0 | `MLAAttention` asks the impl to absorb and de-absorb | `impl_owns_projections` |
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 SUPPORTED = ((0, 28), (0, 33))
@@ -46,16 +48,22 @@ def unsupported_reason(found: str | None = None) -> str | None:
     return None
 
 
-def stock_path(path: str, ours: str) -> str:
-    """The class path vLLM would have returned had we registered nothing.
+@contextlib.contextmanager
+def without_registration() -> Iterator[None]:
+    """vLLM as it would be had we registered nothing, for the decisions it takes where we stand back.
 
-    ``AttentionBackendEnum.AMX_MLA`` resolves to our class once it is registered; its value is vLLM's own (0.29.0 on).
+    Patched 0.28.0 plans for a class that is registered; from 0.29.0 on vLLM has a class of its own by that name.
     """
-    if path != ours:
-        return path
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    return AttentionBackendEnum.AMX_MLA.value or AttentionBackendEnum.CPU_MLA.get_path()
+    member = AttentionBackendEnum.AMX_MLA
+    ours = member.get_path() if member.is_overridden() else None
+    member.clear_override()
+    try:
+        yield
+    finally:
+        if ours:
+            register_backend(member, ours)
 
 
 def impl_owns_projections() -> bool:

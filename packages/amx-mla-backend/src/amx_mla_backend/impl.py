@@ -87,7 +87,11 @@ class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
         self._w_uv: torch.Tensor | None = None  # packed [H, v, R]
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Pack W_UK and W_UV. Raises ValueError, with the layer's name, for a kv_b_proj that cannot be read."""
+        """Pack W_UK and W_UV; kv_b_proj is no linear layer from then on.
+
+        Raises:
+            ValueError: kv_b_proj cannot be read; with the layer's name.
+        """
         if act_dtype != torch.bfloat16:
             raise ValueError(f"{self.layer_name}: AMX_MLA computes in bfloat16, the model in {act_dtype}")
         w_uk, w_uv = weights.absorbed_projections(
@@ -101,6 +105,7 @@ class AMXMLAImpl(MLACommonImpl[MLACommonMetadata]):
         self._w_uk = self._ops.convert_weight_packed(w_uk)
         self._w_uk_keys = self._ops.convert_weight_packed(w_uk.transpose(1, 2).contiguous())
         self._w_uv = self._ops.convert_weight_packed(w_uv)
+        weights.absorb(self.kv_b_proj)
         if not (self.owns_layer or self.uses_amx_bmm):
             logger.warning_once(
                 "AMX_MLA: this model builds its attention without vLLM's MultiHeadLatentAttentionWrapper; its decode "

@@ -76,11 +76,17 @@ class LatentAttentionPlatform:
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        if not selection.is_mla(vllm_config):
-            super().check_and_update_config(vllm_config)  # type: ignore[misc]
-            return
-        _drop_disabled_indexer(vllm_config)
+        mla = selection.is_mla(vllm_config)
+        if mla:
+            _drop_disabled_indexer(vllm_config)
         choice = selection.choose(vllm_config)
+        if not choice.serves:
+            with compat.without_registration():
+                super().check_and_update_config(vllm_config)  # type: ignore[misc]
+            if mla:
+                _avoid_rotary_embedding_op(vllm_config)
+                logger.info_once("AMX_MLA stands back, vLLM's own attention serves this model: %s.", choice.reason)
+            return
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         block_size = cache.block_size if cache.user_specified_block_size else selection.DEFAULT_BLOCK_SIZE
         prefix_caching = cache.enable_prefix_caching
@@ -89,9 +95,6 @@ class LatentAttentionPlatform:
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
 
         _avoid_rotary_embedding_op(vllm_config)
-        if not choice.serves:
-            logger.info_once("AMX_MLA stands back, vLLM's own attention serves this model: %s.", choice.reason)
-            return
         cache.block_size = block_size
         cache.enable_prefix_caching = prefix_caching
         scheduler.enable_chunked_prefill = chunked_prefill
@@ -105,8 +108,10 @@ class LatentAttentionPlatform:
 
         if attn_selector_config.use_mla and selection.choose(get_current_vllm_config()).serves:
             return BACKEND_PATH
-        path = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)  # type: ignore[misc]
-        return compat.stock_path(path, BACKEND_PATH)
+        with compat.without_registration():
+            return super().get_attn_backend_cls(  # type: ignore[misc]
+                selected_backend, attn_selector_config, num_heads
+            )
 
 
 def _avoid_rotary_embedding_op(vllm_config: VllmConfig) -> None:

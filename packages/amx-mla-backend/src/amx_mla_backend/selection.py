@@ -64,12 +64,12 @@ def choose(vllm_config: VllmConfig) -> Choice:
     if not is_mla(vllm_config):
         return Choice(False, "not a latent-attention model")
     model = vllm_config.model_config
-    if getattr(model, "is_hybrid", False):
-        return Choice(False, "hybrid models keep vLLM's own block layout")
     requested = requested_backend(vllm_config)
     if requested == "CPU_MLA":
         return Choice(False, "--attention-backend CPU_MLA was asked for")
     explicit = requested == "AMX_MLA"
+    if getattr(model, "is_hybrid", False):
+        return _stand_back("hybrid models keep vLLM's own block layout", refuse=explicit)
     if model.dtype != torch.bfloat16:
         dtype = str(model.dtype).removeprefix("torch.")
         return _stand_back(f"the model runs in {dtype}, the kernels in bfloat16", refuse=explicit)

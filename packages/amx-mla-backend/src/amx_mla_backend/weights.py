@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
@@ -46,6 +46,22 @@ def absorbed_projections(
         )
     per_head = weight.to(torch.bfloat16).view(num_heads, nope + v_dim, rank)
     return per_head[:, :nope].transpose(1, 2).contiguous(), per_head[:, nope:].contiguous()
+
+
+class Absorbed(torch.nn.Module):
+    """What a packed ``kv_b_proj`` becomes: no linear layer any more.
+
+    vLLM's LoRA takes linear layers only. It refuses an adapter of this one by name, instead of adding the adapter's
+    product to one that is never computed.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError("kv_b_proj was absorbed into packed projections and cannot be called any more")
+
+
+def absorb(layer: Any) -> None:
+    """Mark the linear layer as packed: it keeps what it holds, but nothing can call it or take it for linear."""
+    unwrapped(layer).__class__ = Absorbed
 
 
 def release(layer: Any) -> None:

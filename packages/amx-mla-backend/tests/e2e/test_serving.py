@@ -7,15 +7,13 @@ agreement that ``mla_testing.agreement`` defines, on the log-probabilities of ev
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import engine_driver
 import pytest
 
 from amx_kernels import isa
@@ -116,22 +114,10 @@ def start(name: str, model: Path, folder: Path) -> dict[str, Any]:
         "amd": engine.zentorch,
         "jobs": jobs,
     }
-    (folder / "work.json").write_text(json.dumps(work))
-    env = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "2",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_AMX_MLA_BACKEND": "on",  # a host whose only tier is `portable` is tested on it
-        **engine.env,
-    }
-    env = {key: value for key, value in env.items() if value != ""}
-    command = [sys.executable, str(Path(__file__).with_name("engine_driver.py")), "work.json", "result.json"]
-    with open(folder / "log.txt", "w") as log:
-        code = subprocess.run(command, cwd=folder, env=env, stdout=log, stderr=log, timeout=900).returncode
-    lines = (folder / "log.txt").read_text(errors="replace").splitlines()
-    assert code == 0, f"engine {name} failed:\n" + "\n".join(lines[-60:])
-    return {**json.loads((folder / "result.json").read_text()), "log": lines}
+    # A host whose only tier is `portable` is tested on it.
+    result, log = engine_driver.drive(folder, work, {"VLLM_AMX_MLA_BACKEND": "on", **engine.env})
+    assert result is not None, f"engine {name} failed:\n" + "\n".join(log[-60:])
+    return {**result, "log": log}
 
 
 def need(name: str) -> None:

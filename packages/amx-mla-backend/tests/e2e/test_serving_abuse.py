@@ -2,7 +2,9 @@
 """`vllm serve` abused: many clients, cancelled streams, prompts as long as the model allows, a token budget of 32, a
 cache too small for the load, and SIGTERM amid streams. Whatever is answered is what the same prompt gets alone.
 
-The checkpoint recites its text with margins that bfloat16 does not cross, so answers are compared token for token.
+Our kernels give a request the same bits whatever its company. vLLM's matrix products do not, and the company decides
+into which chunks a prompt is cut; so log-probabilities move a little (0.035 at most was seen in 11,000 tokens), and a
+text may take another turn where two tokens are as good as equally likely. Nowhere else: see `same_answer`.
 """
 
 from __future__ import annotations
@@ -20,23 +22,24 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mla_testing import checkpoints, corpus
+from mla_testing import agreement, checkpoints, corpus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # nox -s abuse
 
 MAX_MODEL_LEN = 512
 ANSWER = 24
 CLIENTS = 64
-BLOCKS = 24
-"""Of 64 tokens, for 64 clients of which 32 may run: prompts that fit their blocks outgrow them while they are answered,
-so vLLM has to preempt."""
+BLOCKS = 10
+"""Of 64 tokens, little more than the longest request needs. The token budget lets some six requests run at a time;
+prompts that fit their blocks outgrow them while they are answered, so vLLM has to preempt, ten times a crowd."""
 
 PROMPTS = corpus.prompts(11, [5, 17, 33, 60, 62, 63, 124, 126, 300, MAX_MODEL_LEN - ANSWER, 61, 127])
 TOO_LONG = corpus.prompts(13, [MAX_MODEL_LEN])[0]
@@ -49,7 +52,8 @@ class Server:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
-    solo: dict[int, list[int]] = field(default_factory=dict)
+    alone: dict[int, agreement.Served] = field(default_factory=dict)
+    reference: agreement.Reference = field(default_factory=lambda: agreement.Reference(checkpoints.make("yarn")))
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
@@ -63,6 +67,12 @@ class Server:
         values = re.findall(rf"^vllm:{name}(?:{{[^}}]*}})? ([-+.\deE]+)$", self.get("/metrics"), re.MULTILINE)
         assert values, f"the server has no metric vllm:{name}"
         return sum(map(float, values))
+
+    def judge(self, answers: list[agreement.Served]) -> None:
+        """Every token is transformers' likeliest, or its second by less than the agreement's margin."""
+        found = agreement.compare_with_transformers(self.reference, answers)
+        print(found)
+        found.check(median=agreement.TINY_MEDIAN, p99=agreement.TINY_P99)
 
     def complete(self, prompt: list[int], max_tokens: int = ANSWER) -> dict[str, Any]:
         body = json.dumps(request_body(prompt, max_tokens, stream=False)).encode()
@@ -104,6 +114,7 @@ def request_body(prompt: list[int], max_tokens: int, *, stream: bool) -> dict[st
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
+        "logprobs": 1,
         "return_token_ids": True,
         "stream": stream,
     }
@@ -150,16 +161,46 @@ def tokens_of(choice: dict[str, Any]) -> list[int]:
     return list(ids)
 
 
-async def stream(server: Server, prompt: list[int], stop_after: int | None) -> list[int] | None:
-    """One streamed completion over a raw connection; closed after `stop_after` tokens (then None)."""
+def served(which: int, choices: list[dict[str, Any]]) -> agreement.Served:
+    """The answer to a prompt, from its one choice or from the pieces of it."""
+    tokens = [token for choice in choices for token in tokens_of(choice)]
+    logprobs = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]]
+    return agreement.Served(PROMPTS[which], tokens, logprobs, name=f"prompt {which} of {len(PROMPTS[which])} tokens")
+
+
+def same_answer(answer: agreement.Served, alone: agreement.Served) -> bool:
+    """Whether an answer is the one its prompt gets alone: False where the text takes another turn.
+
+    Up to there each log-probability is the same within the limit to which 99 % of them agree with transformers; at the
+    turn the two tokens are equally likely within it, in both runs. (Of two runs that move each log-probability by at
+    most d, one prefers a, the other b: then what the one says of a and the other of b is within d.)
+
+    Raises:
+        AssertionError: a difference that company does not explain.
+    """
+    pairs = list(zip(answer.tokens, alone.tokens, strict=False))  # a cut off answer as far as it goes
+    turn = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    for i in range(min(turn + 1, len(pairs))):
+        ours, theirs = answer.token_logprobs[i], alone.token_logprobs[i]
+        assert abs(ours - theirs) <= agreement.TINY_P99, (
+            f"{answer.name}: token {i} is {answer.tokens[i]} ({ours:.4f}), alone {alone.tokens[i]} ({theirs:.4f})"
+        )
+    return turn == len(pairs)
+
+
+async def stream(
+    server: Server, which: int, stop_after: int | None = None, choices: list[dict[str, Any]] | None = None
+) -> agreement.Served | None:
+    """One streamed completion over a raw connection; closed after `stop_after` tokens (then None). Its pieces are
+    also found in `choices`, whatever happens."""
+    choices = [] if choices is None else choices
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=2**22)
-    body = json.dumps(request_body(prompt, ANSWER, stream=True)).encode()
+    body = json.dumps(request_body(PROMPTS[which], ANSWER, stream=True)).encode()
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Connection: close\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
     )
     await writer.drain()
-    received: list[int] = []
     try:
         if stop_after == 0:
             return None
@@ -168,34 +209,60 @@ async def stream(server: Server, prompt: list[int], stop_after: int | None) -> l
                 continue
             event = json.loads(line[6:])
             assert "error" not in event, event
-            for choice in event["choices"]:
-                received += tokens_of(choice)
-            if stop_after is not None and len(received) >= stop_after:
+            choices += event["choices"]
+            if stop_after is not None and sum(len(tokens_of(c)) for c in choices) >= stop_after:
                 return None
-        return received
+        return served(which, choices)
     finally:
         writer.close()
 
 
-async def crowd(server: Server, seed: int) -> Counter[str]:
-    """64 clients at once: a third leave early. What was answered in full must be what each prompt gets alone."""
+async def crowd(server: Server, seed: int) -> tuple[Counter[str], list[agreement.Served]]:
+    """64 clients at once: a third leave early. What happened to them, and what was answered in full."""
     rng = random.Random(seed)
     seen: Counter[str] = Counter()
+    answers = []
 
     async def client() -> None:
         await asyncio.sleep(rng.random())
         which = rng.randrange(len(PROMPTS))
-        stop = rng.choice((None, None, rng.randrange(ANSWER)))
-        received = await stream(server, PROMPTS[which], stop)
-        if received is None:
+        answer = await stream(server, which, rng.choice((None, None, rng.randrange(ANSWER))))
+        if answer is None:
             seen["cancelled"] += 1
-        elif received == server.solo[which]:
-            seen["right"] += 1
         else:
-            seen[f"wrong: prompt {which} of {len(PROMPTS[which])} tokens: {received} for {server.solo[which]}"] += 1
+            assert len(answer.tokens) == ANSWER
+            seen["same" if same_answer(answer, server.alone[which]) else "another turn"] += 1
+            answers.append(answer)
 
     await asyncio.gather(*(client() for _ in range(CLIENTS)))
-    return seen
+    return seen, answers
+
+
+def until(condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{otherwise} after {seconds:.0f} s"
+        time.sleep(0.2)
+
+
+def running(pids: list[int]) -> set[int]:
+    """Those that have not ended; one that waits to be reaped has."""
+    alive = set()
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                alive.add(pid)
+    return alive
+
+
+def shared_memory(pids: list[int]) -> set[Path]:
+    """Files in /dev/shm that the processes have mapped."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {Path(path) for path in re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE)}
+    return found
 
 
 def drained(server: Server) -> None:
@@ -208,25 +275,31 @@ def drained(server: Server) -> None:
 
 
 def test_answers_alone(server: Server) -> None:
-    """The yardstick: one request at a time, twice, the same tokens."""
+    """The yardstick: one request at a time, twice the same bits, and what transformers says."""
     for which, prompt in enumerate(PROMPTS):
-        server.solo[which] = tokens_of(server.complete(prompt)["choices"][0])
-        assert len(server.solo[which]) == ANSWER
-        assert tokens_of(server.complete(prompt)["choices"][0]) == server.solo[which]
-    assert "AMX_MLA" in server.log.read_text(errors="replace"), "another backend served"
+        once, again = (served(which, server.complete(prompt)["choices"]) for _ in range(2))
+        assert len(once.tokens) == ANSWER
+        assert once == again
+        server.alone[which] = once
+    server.judge(list(server.alone.values()))
+    assert "Attention backend AMX_MLA" in server.log.read_text(errors="replace"), "another backend served"
 
 
 def test_a_crowd_with_cancelled_streams_gets_right_answers(server: Server) -> None:
-    """Twice: the second time nothing may have grown, neither cache in use nor memory."""
-    preempted = server.metric("num_preemptions_total")
-    seen = asyncio.run(crowd(server, 1))
-    drained(server)
-    before = server.resident()
-    for seed in (2, 3):
-        seen += asyncio.run(crowd(server, seed))
+    """Three crowds: after the first nothing may grow, neither cache in use nor memory."""
+    preempted, before = server.metric("num_preemptions_total"), 0
+    seen: Counter[str] = Counter()
+    answers = []
+    for seed in (1, 2, 3):
+        happened, complete = asyncio.run(crowd(server, seed))
+        seen += happened
+        answers += complete
         drained(server)
-    assert set(seen) == {"right", "cancelled"}, seen
-    assert seen["right"] > 60
+        before = before or server.resident()
+    print(dict(seen), f"{server.metric('num_preemptions_total') - preempted:.0f} preemptions")
+    server.judge(answers)
+    assert len(answers) > 60 and seen["cancelled"] > 20
+    assert seen["another turn"] <= len(answers) * (1 - agreement.GREEDY_MATCH)
     assert server.metric("num_preemptions_total") > preempted, "the cache was never exhausted: the test tests nothing"
     assert server.resident() - before < 64 << 20
 
@@ -248,30 +321,35 @@ def test_a_prompt_that_fills_the_context_is_answered(server: Server) -> None:
 
 
 def test_sigterm_amid_streams_ends_cleanly(server: Server) -> None:
-    """Last: the server and all it started end in time; nothing crashed before or on the way."""
+    """Last: the engine ends at once, the front end with its last client; nothing crashed before or on the way.
+
+    vLLM's front end (0.32.0, whoever does the attention) does not tell its clients that the engine is gone: it waits,
+    deaf to further signals, until they have left.
+    """
+    family = server.family()
+    engine = [pid for pid in family if b"VLLM::" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    held = shared_memory(family)
+    assert engine and server.process.pid not in engine
+    pieces: list[list[dict[str, Any]]] = [[] for _ in range(32)]
 
     async def interrupted() -> None:
-        async def client(which: int) -> None:
-            try:
-                received = await stream(server, PROMPTS[which], None)
-            except (OSError, asyncio.IncompleteReadError, AssertionError, ValueError):
-                return  # cut off or told so
-            assert received is not None
-            assert received == server.solo[which][: len(received)], "wrong tokens before the end"
-
-        clients = [asyncio.create_task(client(i % len(PROMPTS))) for i in range(32)]
+        clients = [asyncio.create_task(stream(server, i % len(PROMPTS), None, p)) for i, p in enumerate(pieces)]
         await asyncio.sleep(2)
         os.kill(server.process.pid, signal.SIGTERM)
-        await asyncio.gather(*clients)
+        await asyncio.to_thread(until, lambda: not running(engine), 20, "the engine goes on")
+        for client in clients:
+            client.cancel()  # which closes its connection
+        await asyncio.gather(*clients, return_exceptions=True)
 
-    family = server.family()
     asyncio.run(interrupted())
-    code = server.process.wait(timeout=60)
-    assert code in (0, -signal.SIGTERM, 128 + signal.SIGTERM), server.tail()
-    deadline = time.monotonic() + 30
-    while left := [pid for pid in family if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, f"processes {left} outlive the server"
-        time.sleep(0.5)
+    assert server.process.wait(timeout=30) == 0, server.tail()
+    until(lambda: not running(family), 10, "processes outlive the server")
+    left = [path for path in held if path.exists()]
+    assert not left, f"shared memory outlives the server: {left}"
+    answers = [served(i % len(PROMPTS), choices) for i, choices in enumerate(pieces)]
+    assert any(0 < len(answer.tokens) < ANSWER for answer in answers), "no stream was cut off: the test tests nothing"
+    for i, answer in enumerate(answers):
+        same_answer(answer, server.alone[i % len(PROMPTS)])
     log = server.log.read_text(errors="replace")
-    for sign in ("Segmentation fault", "SIGSEGV", "SIGILL", "core dumped", "EngineDeadError"):
+    for sign in ("Segmentation fault", "SIGSEGV", "SIGILL", "core dumped"):
         assert sign not in log, server.tail()

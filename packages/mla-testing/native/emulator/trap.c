@@ -292,7 +292,10 @@ AMX_HANDLER on_sigill(int sig, siginfo_t *info, void *context) {
         // host that runs it.
         site = 0;
         if (uc->uc_mcontext.gregs[REG_EFL] & 0x100) break;  // single-stepped
-        if (!amx_decode((uint8_t *)rip, &insn)) break;
+        amx_lock();  // or another thread might be rewriting what is decoded here
+        const int more = amx_decode((uint8_t *)rip, &insn);
+        amx_unlock();
+        if (!more) break;
         if (amx_options.native_config && !amx_is_tile_data(insn.op)) break;
     }
     errno = saved_errno;

@@ -65,7 +65,6 @@ struct Worker {
   bf16* v;       // interleaved values [kKeys/32][kValuePanels][16][16][2]
   bf16* gather[2];  // copies of groups that cannot be read in place [kKeys][width], of this block and the next
   int64_t* limit;  // keys visible to a row [rows]
-  void* gemm;
   State total, part;
 
   static size_t bytes(const Shape& s) {
@@ -87,7 +86,6 @@ struct Worker {
     v = reinterpret_cast<bf16*>(take(sizeof(bf16) * kKeys * kValuePanels * kGroup));
     for (bf16*& copy : gather) copy = reinterpret_cast<bf16*>(take(sizeof(bf16) * kKeys * s.width));
     limit = reinterpret_cast<int64_t*>(take(sizeof(int64_t) * s.rows));
-    gemm = take(gemm_scratch_bytes(max<int64_t>(s.width_steps, kKeys / kStepK)));
     total = state_at(reinterpret_cast<float*>(take(sizeof(float) * s.state_floats())), s);
     part = state_at(reinterpret_cast<float*>(take(sizeof(float) * s.state_floats())), s);
     return at;
@@ -177,8 +175,7 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
     const Block& next = blocks[which ^ 1];
     const int padded = static_cast<int>(round_up(block.keys, kStepK));
     locate(first + kKeys, which ^ 1);
-    gemm<false>(block.groups, block.num_groups, steps_q, w.q, s.q_panel(), kStepK * kGroup, groups_q, w.s, s.s_panel(),
-                w.gemm);
+    gemm<false>(block.groups, block.num_groups, steps_q, w.q, s.q_panel(), kStepK * kGroup, groups_q, w.s, s.s_panel());
 
     for (int g = 0; g < groups_q; ++g) {
       alignas(64) int32_t limit[kGroup];
@@ -213,7 +210,7 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
         float* o = state.o + n * s.o_panel() + static_cast<int64_t>(g) * kGroup * kGroup;
         const auto product = first == begin ? gemm<false> : gemm<true>;
         product(probabilities, chunk, padded / kStepK, w.v, kStepK * kGroup, kValuePanels * kStepK * kGroup, panels, o,
-                s.o_panel(), w.gemm);
+                s.o_panel());
       }
     }
   }

@@ -23,20 +23,25 @@ AMXK_INLINE int64_t block_id(const PagedCache& c, int64_t request, int64_t block
   return c.table_is_64bit ? static_cast<const int64_t*>(c.table)[i] : static_cast<const int32_t*>(c.table)[i];
 }
 
-struct AttentionParams {
-  const bf16* q_latent;  // [T, H, R]
-  int64_t q_latent_token, q_latent_head;
+// What both forms of attention take.
+struct StepParams {
   const bf16* q_pe;  // [T, H, P]
   int64_t q_pe_token, q_pe_head;
   PagedCache cache;
-  bf16* out;  // [T, H, R]
+  bf16* out;  // [T, H, R], or [T, H, E] of the decompressed form
   int64_t out_token, out_head;
   float* lse;  // [T, H] or nullptr
   int64_t lse_token, lse_head;
-  int32_t latent, rope, heads;
+  int32_t heads;
   float scale_log2;  // softmax scale x log2(e), so that exponentials are powers of two
-  PlanView plan;
   Parallel parallel;
+};
+
+struct AttentionParams : StepParams {
+  const bf16* q_latent;  // [T, H, R]
+  int64_t q_latent_token, q_latent_head;
+  int32_t latent, rope;
+  PlanView plan;
 };
 
 // Returns AMXK_OK, or AMXK_INTERNAL if scratch memory ran out.

@@ -2,7 +2,8 @@
 // Batched matrix product with packed or plain weights, one text for every tier: absorb (q W_UK) and de-absorb (o W_UV).
 //
 // A block of 64 rows x 8 panels of 16 columns is computed into 32 KB of fp32, which L1 keeps, then rounded to bf16 and
-// written to its place. Blocks of one weight panel set follow each other, so a thread reads its weights from memory once.
+// written to its place. Blocks of the same rows follow each other; with plain weights, blocks of the same weights, which
+// are packed once for all rows.
 #pragma once
 
 #include "base/scratch.h"
@@ -14,6 +15,8 @@ namespace AMXK_TIER {
 namespace {
 
 constexpr int kBlockGroups = 4;
+// Rows this far apart fall into one or two sets of L1, which cannot hold the 16 of a group: they are copied.
+constexpr int64_t kConflict = 1024;  // elements
 constexpr int kBlockPanels = 8;
 
 struct BmmCall {
@@ -46,10 +49,10 @@ void bmm_thread(void* argument, int thread) {
 
   const int64_t panel_size = call.depth * kGroup;
   const size_t c_bytes = sizeof(float) * kBlockPanels * kBlockGroups * kGroup * kGroup;
-  const size_t a_bytes = sizeof(bf16) * kBlockGroups * kGroup * static_cast<size_t>(call.depth);
+  const int64_t a_stride = call.depth + kStepK;  // a line more: depths are often powers of two
+  const size_t a_bytes = sizeof(bf16) * kBlockGroups * kGroup * static_cast<size_t>(a_stride);
   const size_t b_bytes = p.packed ? 0 : sizeof(bf16) * (kBlockPanels + 1) * static_cast<size_t>(panel_size);
-  char* memory = static_cast<char*>(scratch(Scratch::kWorker, c_bytes + a_bytes + b_bytes +
-                                                                  gemm_scratch_bytes(call.steps) + 64));
+  char* memory = static_cast<char*>(scratch(Scratch::kWorker, c_bytes + a_bytes + b_bytes));
   if (memory == nullptr) {
     __atomic_store_n(&call.failed, 1, __ATOMIC_RELAXED);
     return;
@@ -57,61 +60,63 @@ void bmm_thread(void* argument, int thread) {
   float* c = reinterpret_cast<float*>(memory);
   bf16* copies = reinterpret_cast<bf16*>(memory + c_bytes);
   bf16* plain = reinterpret_cast<bf16*>(memory + c_bytes + a_bytes);
-  void* gemm_scratch = memory + c_bytes + a_bytes + b_bytes;
   constexpr int64_t c_panel = kBlockGroups * kGroup * kGroup;
   const TileScope tiles;
 
-  int64_t packed_for = -1;
+  int64_t weights_at = -1, rows_at = -1;  // what plain and a hold
+  const bf16* b = nullptr;
+  RowGroup a[kBlockGroups];
   for (int64_t item = first; item < last; ++item) {
-    const int64_t weights = item / call.row_blocks;
-    const int64_t n = weights / call.panel_blocks;
-    const int64_t panel0 = weights % call.panel_blocks * kBlockPanels;
+    const int64_t n = item / (call.row_blocks * call.panel_blocks), within = item % (call.row_blocks * call.panel_blocks);
+    const int64_t row_block = p.packed ? within / call.panel_blocks : within % call.row_blocks;
+    const int64_t panel_block = p.packed ? within % call.panel_blocks : within / call.row_blocks;
+    const int64_t panel0 = panel_block * kBlockPanels;
     const int64_t panels = min<int64_t>(kBlockPanels, ceil_div(p.columns, kGroup) - panel0);
-    const int64_t row0 = item % call.row_blocks * kBlockGroups * kGroup;
+    const int64_t row0 = row_block * kBlockGroups * kGroup;
     const int64_t rows = min<int64_t>(kBlockGroups * kGroup, p.rows - row0);
+    const int groups = static_cast<int>(ceil_div(rows, kGroup));
 
-    const bf16* b;
     if (p.packed) {
       b = p.mat2 + (n * ceil_div(p.columns, kGroup) + panel0) * panel_size;
-    } else {
-      if (weights != packed_for) {
-        for (int64_t i = 0; i < panels; ++i) {
-          pack_weight_panel(p.mat2 + n * p.mat2_batch, p.mat2_row, p.columns, p.depth, call.depth, panel0 + i,
-                            plain + kBlockPanels * panel_size, plain + i * panel_size);
-        }
-        packed_for = weights;
+    } else if (weights_at != n * call.panel_blocks + panel_block) {
+      weights_at = n * call.panel_blocks + panel_block;
+      for (int64_t i = 0; i < panels; ++i) {
+        pack_weight_panel(p.mat2 + n * p.mat2_batch, p.mat2_row, p.columns, p.depth, call.depth, panel0 + i,
+                          plain + kBlockPanels * panel_size, plain + i * panel_size);
       }
       b = plain;
     }
 
-    RowGroup a[kBlockGroups];
-    const int groups = static_cast<int>(ceil_div(rows, kGroup));
-    for (int g = 0; g < groups; ++g) {
-      const bf16* row = p.mat1 + n * p.mat1_batch + (row0 + g * kGroup) * p.mat1_row;
-      const int64_t live = min<int64_t>(kGroup, rows - g * kGroup);
-      a[g] = {row, p.mat1_row};
-      if (live < kGroup || p.depth != call.depth) {
-        bf16* copy = copies + g * kGroup * call.depth;
-        copy_group(row, p.mat1_row, live, p.depth, call.depth, copy);
-        a[g] = {copy, call.depth};
+    if (rows_at != n * call.row_blocks + row_block) {
+      rows_at = n * call.row_blocks + row_block;
+      for (int g = 0; g < groups; ++g) {
+        const bf16* row = p.mat1 + n * p.mat1_batch + (row0 + g * kGroup) * p.mat1_row;
+        const int64_t live = min<int64_t>(kGroup, rows - g * kGroup);
+        a[g] = {row, p.mat1_row};
+        const bool conflict = p.mat1_row % kConflict == 0 && call.panel_blocks > 1;  // a copy must pay for itself
+        if (live < kGroup || p.depth != call.depth || conflict) {
+          bf16* copy = copies + g * kGroup * a_stride;
+          copy_group(row, p.mat1_row, live, p.depth, a_stride, copy);
+          a[g] = {copy, a_stride};
+        }
       }
     }
     gemm<false>(a, groups, static_cast<int>(call.steps), b, panel_size, kStepK * kGroup, static_cast<int>(panels), c,
-                c_panel, gemm_scratch);
+                c_panel);
 
     const V factor = vset(p.scale != nullptr ? p.scale[n * p.scale_batch] : 1.0f);
+    const int64_t live = min<int64_t>(panels * kGroup, p.columns - panel0 * kGroup);
     for (int64_t r = 0; r < rows; ++r) {
       bf16* out = p.out + n * p.out_batch + (row0 + r) * p.out_row + panel0 * kGroup;
-      for (int64_t i = 0; i < panels; ++i) {
-        const V x = vmul(vload(c + i * c_panel + r * kGroup), factor);
-        const int64_t live = p.columns - (panel0 + i) * kGroup;
-        if (live >= kGroup) {
-          store16(out + i * kGroup, x);
-        } else {
-          bf16 tail[kGroup];
-          store16(tail, x);
-          memcpy(out + i * kGroup, tail, static_cast<size_t>(live) * sizeof(bf16));
-        }
+      const float* row = c + r * kGroup;
+      int64_t i = 0;
+      for (; i + 2 * kGroup <= live; i += 2 * kGroup, row += 2 * c_panel) {
+        store_row32(out + i, vmul(vload(row), factor), vmul(vload(row + c_panel), factor));
+      }
+      for (; i < live; i += kGroup, row += c_panel) {
+        bf16 tail[kGroup];
+        store16(tail, vmul(vload(row), factor));
+        memcpy(out + i, tail, static_cast<size_t>(min<int64_t>(kGroup, live - i)) * sizeof(bf16));
       }
     }
   }

@@ -2,7 +2,7 @@
 // Decompressed prefill over a paged latent cache, one text for every tier:
 //
 //   k = (W_UK c, k_pe),  v = W_UV c          keys and values of one head, from the latent rows c
-//   S^T = K Q^T,  P = 2^(scale S - m),  O = P V
+//   S = Q K^T,  P = 2^(scale S - m),  O = P V
 //
 // 320 multiply-accumulates per (query, key, head) where the absorbed form costs 1088, for 131,072 per (key, head) once
 // (at R = 512, N = E = 128, P = 64). An item is (request, head, range of queries). Keys are expanded kExpand at a time
@@ -24,39 +24,42 @@ namespace AMXK_TIER {
 namespace {
 
 constexpr int kExpand = 512;         // keys expanded together
-constexpr int kQueryBlock = 64;      // queries that share a pass over expanded keys
+constexpr int kQueryBlock = 32;      // queries that share a pass over expanded keys: their scores, 32 KB, stay in L1
 constexpr int64_t kMaxQueries = 4096;
+// One row more than is used: else the panels of a row would lie 2 KB apart, all in two sets of L1.
+constexpr int kScoreRows = kQueryBlock + 1;
 constexpr int kExpandRows = 64;      // latent rows per product while expanding: 32 KB of fp32 for 128 columns
+constexpr int64_t kProductPanel = kExpandRows * kGroup;
 
 struct PrefillShape {
   int64_t width;       // of a latent row, padded to 32
   int64_t latent;      // R, a multiple of 32
-  int64_t key_width;   // N + P, padded to 32
+  int64_t nope_width, key_width;  // of a key and of its first part: N and P, each padded to 32
   int64_t nope_panels, value_panels;
 
   explicit PrefillShape(const PrefillParams& p)
       : width(round_up(p.cache.latent + p.cache.rope, kStepK)),
         latent(p.cache.latent),
-        key_width(round_up(p.nope + p.cache.rope, kStepK)),
+        nope_width(round_up(p.nope, kStepK)),
+        key_width(nope_width + round_up(p.cache.rope, kStepK)),
         nope_panels(ceil_div(p.nope, kGroup)),
         value_panels(ceil_div(p.value, kGroup)) {}
 
-  int64_t q_panel() const { return key_width * kGroup; }
+  int64_t key_panel() const { return key_width * kGroup; }
   int64_t o_block() const { return value_panels * kQueryBlock * kGroup; }
 };
 
 struct PrefillWorker {
   bf16* gather;    // [kExpand][width]
   float* product;  // [max panels][kExpandRows][16]
-  bf16* keys;      // [kExpand][key_width]
+  bf16* keys;      // [kExpand/16] packed panels of 16 keys
   bf16* values;    // [kExpand/32][value_panels][16][16][2]
-  bf16* q;         // [queries/16] panels
-  float* scores;   // [kQueryBlock/16][kKeys][16]
+  bf16* q;         // [queries][key_width]
+  float* scores;   // [kKeys/16][kScoreRows][16]
   bf16* p;         // [kQueryBlock][kKeys]
-  float* o;        // [queries/64][value_panels][64][16]
+  float* o;        // [queries/kQueryBlock][value_panels][kQueryBlock][16]
   float* m;        // [queries]
   float* l;        // [queries]
-  void* gemm;
 
   size_t place(char* base, const PrefillShape& s, int64_t queries) {
     size_t at = 0;
@@ -67,24 +70,52 @@ struct PrefillWorker {
       return p;
     };
     const int64_t padded = round_up(queries, kQueryBlock);
-    gather = reinterpret_cast<bf16*>(take(2 * kExpand * max(s.width, s.key_width)));
+    gather = reinterpret_cast<bf16*>(take(2 * kExpand * s.width));
     product = reinterpret_cast<float*>(take(4 * max(s.nope_panels, s.value_panels) * kExpandRows * kGroup));
     keys = reinterpret_cast<bf16*>(take(2 * kExpand * s.key_width));
     values = reinterpret_cast<bf16*>(take(2 * kExpand * s.value_panels * kGroup));
     q = reinterpret_cast<bf16*>(take(2 * padded * s.key_width));
-    scores = reinterpret_cast<float*>(take(4 * kQueryBlock * kKeys));
+    scores = reinterpret_cast<float*>(take(4 * kScoreRows * kKeys));
     p = reinterpret_cast<bf16*>(take(2 * kQueryBlock * kKeys));
     o = reinterpret_cast<float*>(take(4 * padded * s.value_panels * kGroup));
     m = reinterpret_cast<float*>(take(4 * padded));
     l = reinterpret_cast<float*>(take(4 * padded));
-    gemm = take(static_cast<int64_t>(
-        gemm_scratch_bytes(max<int64_t>(max(s.latent, s.key_width), static_cast<int64_t>(kKeys)) / kStepK)));
     return at;
   }
 };
 
-// One head of the keys [first, first + n): rows of K, and V in panels of row pairs. Rows up to the next multiple of 32
-// are zero.
+// Sixteen keys as a B panel: the nope part from the product's fp32 panels, whose padding columns are zero because the
+// packed weight's are, and the rope part from the cache.
+void pack_keys(const PrefillParams& p, const PrefillShape& s, const RowGroup& group, const float* product, bf16* panel) {
+  alignas(64) bf16 rows[kGroup * kStepK];
+  const auto pack_step = [&] {
+    transpose16(reinterpret_cast<const uint32_t*>(rows), kGroup, reinterpret_cast<uint32_t*>(panel), kGroup);
+    panel += kStepK * kGroup;
+  };
+  for (int64_t n = 0; n < s.nope_panels; n += 2) {
+    for (int r = 0; r < kGroup; ++r) {
+      const float* row = product + n * kProductPanel + r * kGroup;
+      store_row32(rows + r * kStepK, vload(row), n + 1 < s.nope_panels ? vload(row + kProductPanel) : vset(0.0f));
+    }
+    pack_step();
+  }
+  for (int64_t c = 0; c < p.cache.rope; c += kStepK) {
+    for (int r = 0; r < kGroup; ++r) {
+      const bf16* from = group.row + r * group.stride + p.cache.latent + c;
+      const int64_t columns = p.cache.rope - c;
+      if (columns >= kStepK) {
+        memcpy(rows + r * kStepK, from, kStepK * sizeof(bf16));
+      } else {
+        memset(rows + r * kStepK, 0, kStepK * sizeof(bf16));
+        memcpy(rows + r * kStepK, from, static_cast<size_t>(columns) * sizeof(bf16));
+      }
+    }
+    pack_step();
+  }
+}
+
+// One head of the keys [first, first + n): K in panels of 16 keys, V in panels of row pairs. V's rows up to the next
+// multiple of 32 are zero.
 void expand(const PrefillParams& p, const PrefillShape& s, int64_t request, int64_t head, int64_t first, int n,
             PrefillWorker& w) {
   RowGroup groups[kExpand / kGroup + 1];
@@ -92,36 +123,23 @@ void expand(const PrefillParams& p, const PrefillShape& s, int64_t request, int6
   const int num_groups = static_cast<int>(ceil_div(n, kGroup));
   const int padded = static_cast<int>(round_up(n, kStepK));
   const int steps = static_cast<int>(s.latent / kStepK);
-  const int64_t weight_panel = s.latent * kGroup, product_panel = kExpandRows * kGroup;
+  const int64_t weight_panel = s.latent * kGroup;
   const bf16* w_uk = p.w_uk + head * s.nope_panels * weight_panel;
   const bf16* w_uv = p.w_uv + head * s.value_panels * weight_panel;
   for (int g = 0; g < num_groups; g += kExpandRows / kGroup) {
     const int chunk = min(num_groups - g, kExpandRows / kGroup);
     gemm<false>(groups + g, chunk, steps, w_uk, weight_panel, kStepK * kGroup, static_cast<int>(s.nope_panels),
-                w.product, product_panel, w.gemm);
-    for (int r = 0; r < chunk * kGroup; ++r) {
-      bf16* key = w.keys + (g * kGroup + r) * s.key_width;
-      for (int64_t i = 0; i < s.nope_panels; ++i) {
-        const V x = vload(w.product + i * product_panel + r * kGroup);
-        if ((i + 1) * kGroup <= p.nope) {
-          store16(key + i * kGroup, x);
-        } else {
-          bf16 tail[kGroup];
-          store16(tail, x);
-          copy_elements(key + i * kGroup, tail, p.nope - i * kGroup);
-        }
-      }
-      const RowGroup& from = groups[g + r / kGroup];
-      copy_elements(key + p.nope, from.row + r % kGroup * from.stride + p.cache.latent, p.cache.rope);
-      for (int64_t i = p.nope + p.cache.rope; i < s.key_width; ++i) key[i] = 0;
+                w.product, kProductPanel);
+    for (int i = 0; i < chunk; ++i) {
+      pack_keys(p, s, groups[g + i], w.product + i * kGroup * kGroup, w.keys + (g + i) * s.key_panel());
     }
     gemm<false>(groups + g, chunk, steps, w_uv, weight_panel, kStepK * kGroup, static_cast<int>(s.value_panels),
-                w.product, product_panel, w.gemm);
+                w.product, kProductPanel);
     for (int r = 0; r < chunk * kGroup; r += 2) {
       const int key = g * kGroup + r;
       bf16* line = w.values + key / kStepK * (s.value_panels * kStepK * kGroup) + key % kStepK * kGroup;
       for (int64_t i = 0; i < s.value_panels; ++i, line += kStepK * kGroup) {
-        const float* row = w.product + i * product_panel + r * kGroup;
+        const float* row = w.product + i * kProductPanel + r * kGroup;
         store_pairs(reinterpret_cast<uint32_t*>(line), vload(row), vload(row + kGroup));
       }
     }
@@ -132,17 +150,12 @@ void expand(const PrefillParams& p, const PrefillShape& s, int64_t request, int6
   }
 }
 
-// Queries [first, first + n) of one head, packed in panels of 16.
-void pack_head(const PrefillParams& p, const PrefillShape& s, int64_t token, int64_t head, int64_t n, bf16* staging,
-               bf16* q) {
-  for (int64_t first = 0; first < round_up(n, kQueryBlock); first += kGroup) {
-    memset(staging, 0, static_cast<size_t>(kGroup * s.key_width) * sizeof(bf16));
-    for (int64_t i = first; i < min<int64_t>(first + kGroup, n); ++i) {
-      bf16* row = staging + (i - first) * s.key_width;
-      copy_elements(row, p.q_nope + (token + i) * p.q_nope_token + head * p.q_nope_head, p.nope);
-      copy_elements(row + p.nope, p.q_pe + (token + i) * p.q_pe_token + head * p.q_pe_head, p.cache.rope);
-    }
-    pack_panel(staging, s.key_width, s.key_width / kStepK, q + first / kGroup * s.q_panel());
+// n queries of one head from `token` on, row after row; rows up to the next whole block are zero.
+void copy_queries(const PrefillParams& p, const PrefillShape& s, int64_t token, int64_t head, int64_t n, bf16* q) {
+  memset(q, 0, static_cast<size_t>(round_up(n, kQueryBlock) * s.key_width) * sizeof(bf16));
+  for (int64_t i = 0; i < n; ++i, q += s.key_width) {
+    copy_elements(q, p.q_nope + (token + i) * p.q_nope_token + head * p.q_nope_head, p.nope);
+    copy_elements(q + s.nope_width, p.q_pe + (token + i) * p.q_pe_token + head * p.q_pe_head, p.cache.rope);
   }
 }
 
@@ -150,18 +163,18 @@ void pack_head(const PrefillParams& p, const PrefillShape& s, int64_t token, int
 // query, counted from key 0; each further query sees one more. live: queries of the block that exist.
 void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, int64_t limit, int live, int64_t first,
                   int n, PrefillWorker& w) {
-  const int panels = static_cast<int>(ceil_div(live, kGroup));
+  const int groups = static_cast<int>(ceil_div(live, kGroup));
   float* o = w.o + block * s.o_block();
   const int64_t row0 = block * kQueryBlock;
   for (int k = 0; k < n; k += kKeys) {
     const int keys = static_cast<int>(min<int64_t>(min(kKeys, n - k), limit + live - 1 - first - k));
     if (keys <= 0) break;
-    const int groups = static_cast<int>(ceil_div(keys, kGroup)), padded = static_cast<int>(round_up(keys, kStepK));
-    RowGroup rows[kKeys / kGroup], probabilities[kQueryBlock / kGroup];
-    for (int g = 0; g < groups; ++g) rows[g] = {w.keys + (k + g * kGroup) * s.key_width, s.key_width};
-    gemm<false>(rows, groups, static_cast<int>(s.key_width / kStepK), w.q + row0 / kGroup * s.q_panel(), s.q_panel(),
-                kStepK * kGroup, panels, w.scores, kKeys * kGroup, w.gemm);
-    for (int g = 0; g < panels; ++g) {
+    const int panels = static_cast<int>(ceil_div(keys, kGroup)), padded = static_cast<int>(round_up(keys, kStepK));
+    RowGroup rows[kQueryBlock / kGroup], probabilities[kQueryBlock / kGroup];
+    for (int g = 0; g < groups; ++g) rows[g] = {w.q + (row0 + g * kGroup) * s.key_width, s.key_width};
+    gemm<false>(rows, groups, static_cast<int>(s.key_width / kStepK), w.keys + k / kGroup * s.key_panel(),
+                s.key_panel(), kStepK * kGroup, panels, w.scores, kScoreRows * kGroup);
+    for (int g = 0; g < groups; ++g) {
       alignas(64) int32_t visible[kGroup];
       for (int i = 0; i < kGroup; ++i) {
         visible[i] = static_cast<int32_t>(
@@ -170,15 +183,15 @@ void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
       alignas(64) float alpha[kGroup];
       const int64_t row = row0 + g * kGroup;
       const bool masked = visible[0] < padded;
-      const bool grows = softmax_panel(w.scores + g * kKeys * kGroup, padded, visible, masked, p.scale_log2, w.m + row,
-                                       w.l + row, alpha, w.p + g * kGroup * kKeys, false);
+      const bool grows = softmax_rows(w.scores + g * kGroup * kGroup, kScoreRows * kGroup, padded, visible, masked,
+                                      p.scale_log2, w.m + row, w.l + row, alpha, w.p + g * kGroup * kKeys);
       if (grows && first + k > 0) scale_rows(o + g * kGroup * kGroup, s.value_panels, kQueryBlock * kGroup, alpha);
       probabilities[g] = {w.p + g * kGroup * kKeys, kKeys};
     }
     const bf16* v = w.values + k / kStepK * (s.value_panels * kStepK * kGroup);
     const auto product = first + k == 0 ? gemm<false> : gemm<true>;
-    product(probabilities, panels, padded / kStepK, v, kStepK * kGroup, s.value_panels * kStepK * kGroup,
-            static_cast<int>(s.value_panels), o, kQueryBlock * kGroup, w.gemm);
+    product(probabilities, groups, padded / kStepK, v, kStepK * kGroup, s.value_panels * kStepK * kGroup,
+            static_cast<int>(s.value_panels), o, kQueryBlock * kGroup);
   }
 }
 
@@ -242,7 +255,7 @@ void prefill_thread(void* argument, int) {
     const int64_t n = min(call.range, r.tokens - q0), token = r.first_token + q0;
     const int64_t context = r.keys - r.tokens + q0 + 1;  // keys visible to the first query
     const int64_t visible = max<int64_t>(0, context + n - 1);
-    pack_head(p, s, token, head, n, w.gather, w.q);
+    copy_queries(p, s, token, head, n, w.q);
     for (int64_t i = 0; i < round_up(n, kQueryBlock); ++i) {
       w.m[i] = -INFINITY;
       w.l[i] = 0.0f;
@@ -271,7 +284,8 @@ amxk_code prefill(const PrefillParams& p) {
     tokens += p.requests[i].tokens;
   }
   if (tokens == 0) return AMXK_OK;
-  const int64_t wanted = ceil_div(4 * static_cast<int64_t>(p.parallel.num_threads), p.heads);  // ranges of all requests
+  const int64_t items = p.parallel.num_threads > 1 ? 4 * static_cast<int64_t>(p.parallel.num_threads) : 1;
+  const int64_t wanted = ceil_div(items, p.heads);  // ranges of all requests
   const int64_t share = round_up(ceil_div(tokens, wanted), kQueryBlock);
   PrefillCall call = {p, PrefillShape(p), min(kMaxQueries, min(round_up(longest, kQueryBlock), max<int64_t>(share, 256))),
                       0, 0, 0};

@@ -3,7 +3,8 @@
 
 Counts come from the emulator (tile instructions) and from disassembly x trip counts (vector shuffles), for one decode
 call of 4,096 keys in all, set-up and merge included; vLLM's operator is counted the same way where the emulator can run
-it. The cycle model is ``mla_testing.amx_model``.
+it. Decompressed prefill of fresh prompts is counted for one head and set against the longer of two bounds: every needed
+multiply-accumulate at 512 a cycle, and the softmax on two vector ports. The cycle model is ``mla_testing.amx_model``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 from mla_testing import fingerprint, peers
 from mla_testing.amx_model import modelled
-from mla_testing.bench.attention import MAC_PER_KEY
+from mla_testing.bench.attention import MAC_PER_KEY, P, R
 from mla_testing.bench.common import Options
+from mla_testing.bench.prefill import NOPE, V
 
 __all__ = ["run"]
 
@@ -27,6 +29,12 @@ KEYS = 4096
 STEPPED_KEYS = 1024
 #: Cycles per 32 keys that the kernels are held to.
 GOALS = {16: 2200.0, 22: 3300.0, 128: 11500.0}
+PREFILL_TOKENS = (512, 1024, 2048)
+#: Modelled cycles of prefill over the longer bound, at most.
+PREFILL_GOAL = 1.4
+#: Vector instructions for 16 probabilities: maximum, 2^x in eight (two of them two operations each), sum, and half of a
+#: conversion of 32; two ports take them.
+SOFTMAX_CYCLES = (1 + 10 + 1 + 1) / 2 / 16
 
 
 def _counted(*arguments: str) -> dict[str, Any]:
@@ -61,6 +69,22 @@ def per_32_keys(counts: dict[str, int], heads: int, keys: int) -> dict[str, Any]
     }
 
 
+def prefill_model(counts: dict[str, int], tokens: int) -> dict[str, Any]:
+    """Modelled cycles of a head's fresh prompt, both bounds, and the model over the longer one."""
+    pairs = tokens * (tokens + 1) / 2
+    model = modelled(counts)
+    bounds = {
+        "matrix": (pairs * (NOPE + P + V) + tokens * R * (NOPE + V)) / 512,
+        "softmax": pairs * SOFTMAX_CYCLES,
+    }
+    return {
+        "cycles": model.cycles,
+        "bounds": bounds,
+        "over_bound": model.cycles / max(bounds.values()),
+        "counts": {name: count for name, count in counts.items() if count},
+    }
+
+
 def run(options: Options) -> tuple[dict[str, Any], int]:
     """Counts; the report, and 1 where a goal is missed or a count failed."""
     ours: dict[str, Any] = {}
@@ -84,11 +108,22 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         if options.peers:
             peer = _counted("tiles", "vllm", str(heads), str(KEYS))
             theirs[str(heads)] = per_32_keys(peer["counts"], heads, KEYS) if "counts" in peer else peer
+    prefill: dict[str, Any] = {}
+    for tokens in PREFILL_TOKENS[:1] if options.quick else PREFILL_TOKENS:
+        counted = _counted("prefill", str(tokens))
+        if "counts" in counted:
+            counted = prefill_model(counted["counts"], tokens) | {"checked": counted["checked"]}
+        prefill[str(tokens)] = counted
     cycles = {heads: found.get("cycles") for heads, found in ours.items()}
+    over_bound = {tokens: found.get("over_bound") for tokens, found in prefill.items()}
     missed = {
         heads: f"{value} modelled cycles per 32 keys, at most {GOALS[int(heads)]:.0f} expected"
         for heads, value in cycles.items()
         if value is None or value > GOALS[int(heads)]
+    } | {
+        f"prefill {tokens}": f"{ratio} times the bound, at most {PREFILL_GOAL} expected"
+        for tokens, ratio in over_bound.items()
+        if ratio is None or ratio > PREFILL_GOAL
     }
     return {
         "benchmark": "amx_model",
@@ -101,9 +136,11 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         "missed": missed,
         "counts": ours,
         "peer": {"vllm_amx_op": theirs},
+        "prefill": prefill,
         "summary": {
             "cycles_per_32_keys": cycles,
             "peer_cycles_per_32_keys": {heads: found.get("cycles") for heads, found in theirs.items()},
+            "prefill_cycles_over_bound": over_bound,
         },
         "results": [],
     }, int(bool(missed))

@@ -2,9 +2,10 @@
 """Counts what one decode call executes; run by ``bench.amx`` in processes of their own.
 
     python -m mla_testing.bench.amx_counts tiles ours|vllm HEADS KEYS     AMX instructions, by the emulator
+    python -m mla_testing.bench.amx_counts prefill TOKENS                 AMX instructions of decompressed prefill, one head
     python -m mla_testing.bench.amx_counts shuffles HEADS KEYS            vector shuffles, by disassembly x trip counts
 
-One request, one query token, one thread. Prints a JSON object on the last line.
+One request, one query token (but for prefill), one thread. Prints a JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 
 from mla_testing import amx_emulator, peers
 from mla_testing.bench.attention import Pool, attention_check, our_attention
+from mla_testing.bench.prefill import our_prefill, prefill_case, prefill_check
 
 #: Vector instructions that move elements between lanes and so need the shuffle port (port 5 on Intel).
 SHUFFLES = re.compile(
@@ -86,14 +89,23 @@ def _decode(who: str, heads: int, keys: int) -> tuple[Any, Any]:
     return call, lambda: check(fetch())
 
 
-def tiles(who: str, heads: int, keys: int) -> dict[str, Any]:
+def _prefill(tokens: int) -> tuple[Any, Any]:
+    """(call, check) of one call of decompressed prefill of a fresh prompt, one head."""
+    torch.set_num_threads(1)
+    case = prefill_case(Pool(tokens), 1, [0], [tokens])
+    entry = our_prefill(case, "amxbf16", 1, "decompressed")
+    check = prefill_check(case)
+    return entry.call, lambda: check(entry.fetch())
+
+
+def tiles(make: Callable[[], tuple[Any, Any]], peer: bool = False) -> dict[str, Any]:
     """The emulator's counters over one call, after one call for warming up; the result is checked."""
-    if who == "vllm":  # it asks the kernel itself: say yes, and go on emulating
+    if peer:  # it asks the kernel itself: say yes, and go on emulating
         amx_emulator.answer_permission_requests()
     with amx_emulator.emulate() as emulation:
         if emulation.mode == "native":
             raise RuntimeError("AMX permission was granted to this process: nothing would be counted")
-        call, check = _decode(who, heads, keys)
+        call, check = make()
         call()
         emulation.reset()
         call()
@@ -131,7 +143,10 @@ def shuffles(heads: int, keys: int) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     """See the head of this file."""
     if arguments[0] == "tiles":
-        found = tiles(arguments[1], int(arguments[2]), int(arguments[3]))
+        who, heads, keys = arguments[1], int(arguments[2]), int(arguments[3])
+        found = tiles(lambda: _decode(who, heads, keys), who == "vllm")
+    elif arguments[0] == "prefill":
+        found = tiles(lambda: _prefill(int(arguments[1])))
     else:
         found = shuffles(int(arguments[1]), int(arguments[2]))
     print(json.dumps(found))
