@@ -162,6 +162,14 @@ def test_measure_refuses(names: tuple[str, ...], rounds: int, message: str) -> N
         measure(contenders, threads=1, calibration=calibration(1.0), rounds=rounds)
 
 
+@pytest.mark.parametrize(("seconds", "valid"), [(8.0, 5), (200.0, 2)], ids=["slow", "hopeless"])
+def test_slow_work_gets_the_time_for_its_rounds(seconds: float, valid: int) -> None:
+    clock = Clock()
+    slow = Contender("slow", clock.call(seconds))
+    arguments = {"calibration": calibration(0.002), "rounds": 5, "give_up": 30.0, "clock": clock, "waiting": no_waiting}
+    assert measure([slow], threads=1, **arguments).rounds == {"valid": valid, "discarded": 0}
+
+
 def test_stats() -> None:
     found = stats([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (found["median"], found["min"], found["p90"]) == (3.0, 1.0, 5.0)

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -296,6 +296,53 @@ def test_a_failing_cell_is_written_down_and_the_rest_goes_on(shape: e2e.Shape) -
         raise e2e.Failure("engine stock ended with -9")
     assert shape.failures[0]["cell"] == "tiny stock engine"
     assert "ended with -9" in shape.failures[0]["error"]
+
+
+class FakeWorker:
+    """An engine that takes a second per batch; vLLM's AMX backend dies at its second decode."""
+
+    alive: ClassVar[set[str]] = set()
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, contender: e2e.Contender, arguments: dict[str, Any], folder: Path) -> None:
+        self.contender, self.name, self.decodes = contender, contender.name, 0
+        self.info = {"layers": 2, "threads": 2, "raw_kv_b_proj_elements": 0}
+        self.alive.add(self.name)
+
+    def run(self, prompts: list[list[int]], new_tokens: int, *, filled: bool, logprobs: bool) -> dict[str, Any]:
+        self.log.append(f"{self.name} {'decode' if filled else 'agreement' if logprobs else 'prefill'}")
+        self.decodes += filled
+        if self.name == "vllm_amx_mla" and self.decodes == 2:
+            raise e2e.Failure("engine vllm_amx_mla ended with -9")
+        return outcome(step(1.0, 1, 0), step(1.0, 0, 1)) | {"tokens": [[5]], "logprobs": [[{5: -0.1, 6: -3.0}]]}
+
+    def close(self) -> None:
+        self.alive.discard(self.name)
+
+
+def test_a_group_of_engines_takes_turns(shape: e2e.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e, "Worker", FakeWorker)
+    monkeypatch.setattr(e2e, "standalone", lambda shape, job: lambda: 0.5)
+    monkeypatch.setattr(e2e.limits, "calibrate", lambda threads: 0.002)
+    monkeypatch.setattr(e2e, "_available_bytes", lambda: (4 - len(FakeWorker.alive)) * (6 << 30))  # stock's 8k: alone
+    FakeWorker.log.clear()
+    for by_name in shape.samples.values():
+        by_name.update({who: [] for who in by_name})
+    shape.group(shape.chosen)
+    assert FakeWorker.log == [
+        *("ours agreement", "vllm_amx_mla agreement", "stock agreement"),
+        *("ours prefill", "vllm_amx_mla prefill", "ours decode", "vllm_amx_mla decode", "stock decode"),
+        *("vllm_amx_mla prefill", "ours prefill", "vllm_amx_mla decode", "stock decode", "ours decode"),
+        *("ours prefill", "ours decode", "stock decode"),
+        *("stock prefill", "stock prefill", "stock prefill"),
+    ]
+    assert [failure["cell"] for failure in shape.failures] == ["tiny vllm_amx_mla decode_1x8192"]
+    assert shape.run_apart == ["stock prefill_1x8192"]
+    kept = {name: {who: len(of) for who, of in by_name.items()} for name, by_name in shape.samples.items()}
+    assert kept["prefill_1x8192"] == {"ours": 2, "vllm_amx_mla": 1, "stock": 2}, "the first of each is the warm-up"
+    assert kept["decode_1x8192"] == {"ours": 2, "vllm_amx_mla": 0, "stock": 2}
+    assert shape.alone == {"prefill_1x8192": [0.5, 0.5], "decode_1x8192": [0.5, 0.5]}
+    assert not FakeWorker.alive
 
 
 def test_greedy_tokens_are_held_to_where_margins_are_wide(shape: e2e.Shape) -> None:

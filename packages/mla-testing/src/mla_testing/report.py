@@ -244,10 +244,10 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _indicative(entry: Mapping[str, Any]) -> float:
-    """Our shortest time in a failed result."""
+def _indicative(entry: Mapping[str, Any]) -> str:
+    """Our shortest time in a failed result, in brackets."""
     ours = (ms for name, ms in entry["disturbed_min_ms"].items() if name.startswith(f"ours:{entry['tier']}"))
-    return next(ours, math.nan)
+    return next((f"(≥ {ms:.3f})" for ms in ours), "–")
 
 
 def print_table(report: Mapping[str, Any], *, where: Callable[[Mapping[str, Any]], bool] = lambda entry: True) -> None:
@@ -271,7 +271,7 @@ def print_table(report: Mapping[str, Any], *, where: Callable[[Mapping[str, Any]
             entry["case"],
             entry["tier"],
             str(entry["threads"]),
-            f"(≥ {_indicative(entry):.3f})" if failed else _figure(entry["ms"]["median"], ".3f"),
+            _indicative(entry) if failed else _figure(entry["ms"]["median"], ".3f"),
             _figure(entry["gflops"], ".0f"),
             _figure(entry["gbps"], ".1f"),
             _figure(entry["limit_ms"], ".3f"),

@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         for message in found.get("wrong", ()):
             print(f"WRONG: {message}", file=sys.stderr)
         for failure in found.get("failures", ()):
-            print(f"FAILED: {failure['cell']}: {failure['error'].splitlines()[0]}", file=sys.stderr)
+            lines = failure["error"].splitlines()
+            print(f"FAILED: {failure['cell']}: {' … '.join(dict.fromkeys((lines[0], lines[-1])))}", file=sys.stderr)
         missing = {entry["case"]: entry["failed"] for entry in found["results"] if "failed" in entry}
         if missing:
             reasons = ", ".join(f"{case} ({reason})" for case, reason in missing.items())

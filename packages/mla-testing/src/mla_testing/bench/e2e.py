@@ -188,7 +188,7 @@ class Shape:
         self.together: list[list[str]] = []
         self.samples: dict[str, dict[str, list[Any]]] = {job: {c.name: [] for c in chosen} for job in plan.jobs}
         self.alone: dict[str, list[float]] = {job: [] for job in plan.jobs}
-        self.apart: list[str] = []
+        self.run_apart: list[str] = []
         self.engines: dict[str, Any] = {}
         self.texts: dict[str, Any] = {}
 
@@ -221,10 +221,12 @@ class Shape:
         if keep:
             self.samples[name][worker.name].append(outcome)
 
-    def lacking(self, name: str) -> bool:
-        """Whether too few samples of a job were undisturbed."""
+    def lacking(self, workers: Sequence[Worker], name: str) -> bool:
+        """Whether too few samples that a job has of these engines were undisturbed."""
         return any(
-            sum(map(undisturbed, outcomes)) < min(2, self.plan.rounds) for outcomes in self.samples[name].values()
+            sum(map(undisturbed, self.samples[name][worker.name])) < min(2, self.plan.rounds)
+            for worker in workers
+            if (worker.name, name) not in self.deferred
         )
 
     def round(self, workers: list[Worker], names: Sequence[str], index: int) -> None:
@@ -243,6 +245,7 @@ class Shape:
                     dead = False
                 if dead:
                     workers.remove(worker)
+                    worker.close()
             if index > 0 and name in self.standalone:
                 with self.cell(f"standalone {name}"):
                     self.alone[name].append(self.standalone[name]())
@@ -277,29 +280,26 @@ class Shape:
                         self.standalone[name] = standalone(self.name, job)
             for index in range(self.plan.rounds + 1):
                 self.round(workers, list(self.plan.jobs), index)
-            if again := [name for name in self.plan.jobs if self.lacking(name)]:
+            if again := [name for name in self.plan.jobs if self.lacking(workers, name)]:
                 self.round(workers, again, self.plan.rounds + 1)
-            waiting = list(self.deferred)
-            for owner in {name for name, _ in waiting}:
-                for worker in workers:
-                    if worker.name != owner:
-                        worker.close()
-                self._apart([w for w in workers if w.name == owner], [job for name, job in waiting if name == owner])
-                break
+            for worker in workers:
+                if names := [job for name, job in self.deferred if name == worker.name]:
+                    self.apart(worker, names, [other for other in workers if other is not worker])
 
-    def _apart(self, workers: list[Worker], names: Sequence[str]) -> None:
-        self.deferred, self.standalone = [], {}
-        for worker in list(workers):
-            for name in names:
-                with self.cell(f"{worker.name} {name}"):
-                    if not self.fits(worker.contender, name):
-                        raise MemoryError(
-                            f"its scores need {self.plan.jobs[name].dense_bytes(self.heads) / 2**30:.1f} GiB, "
-                            f"{_available_bytes() / 2**30:.1f} GiB are available"
-                        )
-                    self.apart.append(f"{worker.name} {name}")
-                    for index in range(self.plan.rounds + 1):
-                        self.sample(worker, name, index, keep=index > 0)
+    def apart(self, worker: Worker, names: Sequence[str], others: Sequence[Worker]) -> None:
+        """Jobs of an engine that there was no memory for beside the others: those end here."""
+        for other in others:
+            other.close()
+        for name in names:
+            with self.cell(f"{worker.name} {name}"):
+                if not self.fits(worker.contender, name):
+                    raise MemoryError(
+                        f"its scores need {self.plan.jobs[name].dense_bytes(self.heads) / 2**30:.1f} GiB, "
+                        f"{_available_bytes() / 2**30:.1f} GiB are available"
+                    )
+                self.run_apart.append(f"{worker.name} {name}")
+                for index in range(self.plan.rounds + 1):
+                    self.sample(worker, name, index, keep=index > 0)
 
     def run(self) -> None:
         """Measures everything of the plan."""
@@ -604,7 +604,7 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
             models[name] = {
                 "engines": shape.engines,
                 "together": shape.together,
-                "run_apart": sorted(set(shape.apart)),
+                "run_apart": shape.run_apart,
                 "settings": shape.arguments,
                 **judged,
                 "summary": summarise(of_shape),

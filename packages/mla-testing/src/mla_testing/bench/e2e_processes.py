@@ -230,14 +230,15 @@ class Server:
                 raise Failure(f"server {self.name} did not start:\n{_tail(self.log)}")
             time.sleep(0.5)
 
-    def bench(self, prompts: int, lengths: tuple[int, int], seed: int) -> dict[str, Any]:
-        """``vllm bench serve``, all prompts at once, after one for warming up; its result file."""
+    def bench(self, prompts: int, lengths: tuple[int, int], round: int) -> dict[str, Any]:
+        """``vllm bench serve``, all prompts at once, before round 0 one for warming up; its result file."""
         command = [
             sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--model", str(self.model),
-            "--host", "127.0.0.1", "--port", str(self.port), "--dataset-name", "random", "--seed", str(seed),
+            "--host", "127.0.0.1", "--port", str(self.port), "--dataset-name", "random", "--seed", str(round),
             "--random-input-len", str(lengths[0]), "--random-output-len", str(lengths[1]), "--ignore-eos",
-            "--num-prompts", str(prompts), "--num-warmups", "1", "--temperature", "0", "--disable-tqdm",
-            "--save-result", "--save-detailed", "--result-dir", str(self.folder), "--result-filename", "result.json",
+            "--num-prompts", str(prompts), "--num-warmups", str(int(round == 0)), "--temperature", "0",
+            "--disable-tqdm", "--save-result", "--save-detailed",
+            "--result-dir", str(self.folder), "--result-filename", "result.json",
         ]  # fmt: skip
         try:
             done = subprocess.run(

@@ -173,7 +173,8 @@ def measure(
         calibration: shared by the run, because its best counts.
         rounds: valid rounds wanted, at least ``MIN_VALID_ROUNDS``.
         max_rounds: rounds after which to give up.
-        give_up: seconds after which no further round begins; a calm machine needs far less.
+        give_up: seconds after which no further round begins; up to ten times as many where twice the time of the rounds
+            wanted is more. A calm machine needs less.
         clock: seconds; for tests.
         waiting: seconds waited for a CPU so far; for tests.
 
@@ -186,14 +187,16 @@ def measure(
     if rounds < MIN_VALID_ROUNDS:
         raise ValueError(f"rounds is {rounds}, expected at least {MIN_VALID_ROUNDS}")
     calls: dict[str, int] = {}
+    round_seconds = 0.0
     for contender in contenders:
         if contender.select:
             contender.select()
         contender.call()  # first touch, lazy initialisation
         once = _timed(contender, 1, clock) / 1e3
         calls[contender.name] = max(1, min(1000, int(_SAMPLE_SECONDS / max(once, 1e-7))))
+        round_seconds += once
     result = Measurement(threads, {name: [] for name in names}, [], calibration.best.get(threads, float("inf")))
-    deadline = clock() + give_up
+    deadline = clock() + max(give_up, min(10 * give_up, 2 * rounds * round_seconds))
     for index in range(max_rounds):
         if index and clock() > deadline:
             break
