@@ -89,10 +89,12 @@ void read_requests(Checker& c, const amxk_tensor* seq_lens, const amxk_tensor* q
   for (int64_t i = 0; i < n && c.ok(); ++i) {
     const int64_t next = query_start_loc != nullptr ? index_at(query_start_loc, i + 1) : first + tokens / n;
     const int64_t keys = index_at(seq_lens, i);
-    c.require(next >= first && next <= tokens,
-              "query_start_loc[%" PRId64 "] is %" PRId64 ", expected between %" PRId64 " (the entry before) and %" PRId64
-              " (tokens)",
-              i + 1, next, first, tokens);
+    if (!c.require(next >= first && next <= tokens,
+                   "query_start_loc[%" PRId64 "] is %" PRId64 ", expected between %" PRId64
+                   " (the entry before) and %" PRId64 " (tokens)",
+                   i + 1, next, first, tokens)) {
+      return;  // next - first, below, may overflow
+    }
     c.require(keys >= 0 && keys <= kMaxTokens,
               "seq_lens[%" PRId64 "] is %" PRId64 ", expected between 0 and %" PRId64, i, keys, kMaxTokens);
     c.require(keys == 0 || keys >= next - first,

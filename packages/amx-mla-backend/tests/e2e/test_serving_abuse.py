@@ -23,7 +23,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,33 +126,40 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder, port = tmp_path_factory.mktemp("serve"), free_port()
-    log = folder / "log.txt"
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[Server]:
+    port, log = free_port(), folder / "log.txt"
     command = [
         sys.executable, "-m", "amx_mla_backend", "serve", str(checkpoints.make("yarn")),
         "--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1", "--enforce-eager",
         "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "32", "--max-num-seqs", "32",
-        "--num-gpu-blocks-override", str(BLOCKS), "--block-size", "64", "--no-enable-prefix-caching",
+        "--num-gpu-blocks-override", str(BLOCKS), "--block-size", "64", "--no-enable-prefix-caching", *options,
     ]  # fmt: skip
     env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_AMX_MLA_BACKEND": "on", "HF_HUB_OFFLINE": "1"}
     with open(log, "wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
     server = Server(process, port, log)
-    deadline = time.monotonic() + 600
-    while True:
-        try:
-            server.get("/health")
-            break
-        except (urllib.error.URLError, OSError):
-            assert process.poll() is None, server.tail()
-            assert time.monotonic() < deadline, server.tail()
-            time.sleep(1)
-    yield server
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    try:
+        deadline = time.monotonic() + 600
+        while True:
+            try:
+                server.get("/health")
+                break
+            except (urllib.error.URLError, OSError):
+                assert process.poll() is None, server.tail()
+                assert time.monotonic() < deadline, server.tail()
+                time.sleep(1)
+        yield server
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("serve")) as server:
+        yield server
 
 
 def tokens_of(choice: dict[str, Any]) -> list[int]:
@@ -320,36 +327,67 @@ def test_a_prompt_that_fills_the_context_is_answered(server: Server) -> None:
     assert len(tokens_of(answer["choices"][0])) == 1
 
 
+class Ending:
+    """What a server consists of, and whether all of it has ended and left nothing behind."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.family = server, server.family()
+        self.held = shared_memory(self.family)
+        self.engine = [pid for pid in self.family if b"VLLM::" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert self.engine and server.process.pid not in self.engine
+
+    def check(self, seconds: float) -> None:
+        assert self.server.process.wait(timeout=seconds) == 0, self.server.tail()
+        until(lambda: not running(self.family), 10, "processes outlive the server")
+        left = [path for path in self.held if path.exists()]
+        assert not left, f"shared memory outlives the server: {left}"
+        log = self.server.log.read_text(errors="replace")
+        for sign in ("Segmentation fault", "SIGSEGV", "SIGILL", "core dumped"):
+            assert sign not in log, self.server.tail()
+
+
 def test_sigterm_amid_streams_ends_cleanly(server: Server) -> None:
-    """Last: the engine ends at once, the front end with its last client; nothing crashed before or on the way.
+    """The engine ends at once, the front end with its last client; nothing crashed before or on the way.
 
     vLLM's front end (0.32.0, whoever does the attention) does not tell its clients that the engine is gone: it waits,
     deaf to further signals, until they have left.
     """
-    family = server.family()
-    engine = [pid for pid in family if b"VLLM::" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    held = shared_memory(family)
-    assert engine and server.process.pid not in engine
+    ending = Ending(server)
     pieces: list[list[dict[str, Any]]] = [[] for _ in range(32)]
 
     async def interrupted() -> None:
         clients = [asyncio.create_task(stream(server, i % len(PROMPTS), None, p)) for i, p in enumerate(pieces)]
         await asyncio.sleep(2)
         os.kill(server.process.pid, signal.SIGTERM)
-        await asyncio.to_thread(until, lambda: not running(engine), 20, "the engine goes on")
+        await asyncio.to_thread(until, lambda: not running(ending.engine), 20, "the engine goes on")
         for client in clients:
             client.cancel()  # which closes its connection
         await asyncio.gather(*clients, return_exceptions=True)
 
     asyncio.run(interrupted())
-    assert server.process.wait(timeout=30) == 0, server.tail()
-    until(lambda: not running(family), 10, "processes outlive the server")
-    left = [path for path in held if path.exists()]
-    assert not left, f"shared memory outlives the server: {left}"
+    ending.check(30)
     answers = [served(i % len(PROMPTS), choices) for i, choices in enumerate(pieces)]
     assert any(0 < len(answer.tokens) < ANSWER for answer in answers), "no stream was cut off: the test tests nothing"
     for i, answer in enumerate(answers):
         same_answer(answer, server.alone[i % len(PROMPTS)])
-    log = server.log.read_text(errors="replace")
-    for sign in ("Segmentation fault", "SIGSEGV", "SIGILL", "core dumped"):
-        assert sign not in log, server.tail()
+
+
+def test_with_a_shutdown_timeout_every_stream_comes_to_its_end(server: Server, tmp_path: Path) -> None:
+    """`--shutdown-timeout`: SIGTERM lets what was begun be finished."""
+    alone, begun = server.alone, range(4)
+    pieces: list[list[dict[str, Any]]] = [[] for _ in begun]
+
+    async def interrupted(server: Server) -> list[Any]:
+        clients = [asyncio.create_task(stream(server, i, None, pieces[i])) for i in begun]
+        await asyncio.to_thread(until, lambda: all(pieces), 60, "streams have not begun")
+        assert not all(client.done() for client in clients), "nothing is left to be finished: the test tests nothing"
+        os.kill(server.process.pid, signal.SIGTERM)
+        return await asyncio.gather(*clients)
+
+    with serving(tmp_path, "--shutdown-timeout", "120") as server:
+        ending = Ending(server)
+        answers = asyncio.run(interrupted(server))
+        ending.check(60)
+    for i, answer in zip(begun, answers, strict=True):
+        assert len(answer.tokens) == ANSWER
+        same_answer(answer, alone[i])
