@@ -187,6 +187,7 @@ def test_tables_of_the_docs_are_their_reports(tmp_path: Path, monkeypatch: pytes
     assert checks.main(["--check"]) == 0, "what was not taken changes nothing"
     assert checks.main(["--write"]) == 0
     text = page.read_text()
+    assert "Reads at most, GB/s (threads): L2 100 (2), L3 50 (2), DRAM 10 (2)." in text
     assert "| case | threads | ms | GFLOP/s | GB/s | of limit | × torch |" in text
     assert "| b8-h16-q1-kv4096 | 2 | 2 | 50 | 0.1 | 0.50 | 2.00 |" in text
     assert whole["machine"]["cpu"] in text and "(../reports/bench_decode.json)" in text and "other" not in text
