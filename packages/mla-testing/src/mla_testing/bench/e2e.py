@@ -52,7 +52,7 @@ PUBLISHED = {
     "source": "https://github.com/vllm-project/vllm pull request of the AMX_MLA backend",
 }
 #: Memory that an engine keeps, what one needs for a while beside it (loading, a long prompt), and some to spare.
-_ENGINE_BYTES = {"v2lite": 5800 << 20, "v3_tp8": 3 << 30, "v3_tp6": 3 << 30, "tiny": 2 << 30}
+_ENGINE_BYTES = {"v2lite": 6250 << 20, "v3_tp8": 3 << 30, "v3_tp6": 3 << 30, "tiny": 2 << 30}
 _BUSY_BYTES = 5 << 29
 #: A server's own process, beside its engine's.
 _FRONT_END_BYTES = 400 << 20
