@@ -50,6 +50,13 @@ def source(report: dict[str, Any]) -> str:
     return f"{cpu}, {machine['cpus']}{virtual} CPUs, {machine['time'][:10]}, {software}"
 
 
+def bandwidth(report: dict[str, Any]) -> str:
+    """What the machine reads at most, by level and threads, in a line."""
+    levels = report["limits"]["read_gbps"]
+    rates = [f"{level} {rate:.0f} ({threads})" for level, of in levels.items() for threads, rate in of.items()]
+    return f"\nReads at most, GB/s (threads): {', '.join(rates)}." if rates else ""
+
+
 def table(report: dict[str, Any], cases: str, all_tiers: bool) -> str:
     """Results at the largest thread count of each case, as a Markdown table with its source above."""
     found = [entry for entry in report["results"] if re.search(cases, entry["case"])]
@@ -77,8 +84,9 @@ def table(report: dict[str, Any], cases: str, all_tiers: bool) -> str:
     cells = [[make(row) for _, make in columns] for row in rows]
     shown = [index for index in range(len(columns)) if any(row[index] for row in cells)]
     head = [columns[index][0] for index in shown]
+    where = source(report) if all_tiers else f"{source(report)}, tier {best}"
     lines = [
-        f"{source(report)}{'' if all_tiers else f', tier {best}'}. Medians of [all samples](REPORT).",
+        f"{where}. Medians of [all samples](REPORT).{bandwidth(report)}",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),

@@ -187,6 +187,7 @@ def test_tables_of_the_docs_are_their_reports(tmp_path: Path, monkeypatch: pytes
     assert checks.main(["--check"]) == 0, "what was not taken changes nothing"
     assert checks.main(["--write"]) == 0
     text = page.read_text()
+    assert "Reads at most, GB/s (threads): L2 100 (2), L3 50 (2), DRAM 10 (2)." in text
     assert "| case | threads | ms | GFLOP/s | GB/s | of limit | × torch |" in text
     assert "| b8-h16-q1-kv4096 | 2 | 2 | 50 | 0.1 | 0.50 | 2.00 |" in text
     assert whole["machine"]["cpu"] in text and "(../reports/bench_decode.json)" in text and "other" not in text
@@ -361,6 +362,35 @@ def test_greedy_tokens_are_held_to_where_margins_are_wide(shape: e2e.Shape) -> N
     shape.texts = {"ours": parted, "stock": {"tokens": [[7]], "logprobs": [[unsure]]}}
     shape.texts["ours"] = {"tokens": [[7]], "logprobs": [[unsure]]}
     assert any("no token was compared" in text for text in e2e.judge(shape)[1])
+
+
+def test_servers_take_turns_and_one_that_fails_is_left_out(shape: e2e.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[str] = []
+
+    class FakeServer:
+        def __init__(self, contender: e2e.Contender, *arguments: Any) -> None:
+            self.name = contender.name
+
+        def bench(self, prompts: int, lengths: tuple[int, int], round: int) -> dict[str, Any]:
+            rounds.append(f"{self.name} {round}")
+            if self.name == "stock":
+                raise e2e.Failure("no answer")
+            found = dict.fromkeys(("output_throughput", "total_token_throughput", "median_tpot_ms"), 10.0 + round)
+            return found | {"median_ttft_ms": 1.0, "completed": 2, "ttfts": [0.1, 0.2], "itls": [[0.01, 0.03], []]}
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(e2e, "Server", FakeServer)
+    monkeypatch.setattr(e2e, "_available_bytes", lambda: 1 << 40)
+    shape.plan = e2e.replace(shape.plan, serving=(2, (64, 16), 2))
+    assert e2e.serving(shape) is None
+    e2e.serve(shape)
+    assert rounds == ["ours 0", "vllm_amx_mla 0", "stock 0", "ours 1", "vllm_amx_mla 1", "stock 1"]
+    assert [failure["cell"] for failure in shape.failures] == [f"tiny stock serving, round {i}" for i in (0, 1)]
+    found = e2e.serving(shape)
+    assert found["ours"]["output_tokens_per_s"] == 10.5
+    assert found["ours"]["samples"][0]["mean_itls_ms"] == [pytest.approx(20.0)]
+    assert "stock" not in found and found["together"] == [["ours", "vllm_amx_mla", "stock"]]
 
 
 def test_a_raw_weight_that_is_kept_is_wrong(shape: e2e.Shape) -> None:

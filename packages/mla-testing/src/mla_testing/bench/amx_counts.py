@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts what one decode call executes; run by ``bench.amx`` in processes of their own.
 
-    python -m mla_testing.bench.amx_counts tiles ours|vllm HEADS KEYS     AMX instructions, by the emulator
-    python -m mla_testing.bench.amx_counts prefill TOKENS                 AMX instructions of decompressed prefill, one head
-    python -m mla_testing.bench.amx_counts shuffles HEADS KEYS            vector shuffles, by disassembly x trip counts
+    python -m mla_testing.bench.amx_counts tiles ours|vllm HEADS KEYS   AMX instructions, by the emulator
+    python -m mla_testing.bench.amx_counts prefill TOKENS               the same of decompressed prefill, one head
+    python -m mla_testing.bench.amx_counts shuffles HEADS KEYS          vector shuffles, by disassembly x trip counts
 
 One request, one query token (but for prefill), one thread. Prints a JSON object on the last line.
 """

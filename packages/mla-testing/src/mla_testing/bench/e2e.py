@@ -52,7 +52,7 @@ PUBLISHED = {
     "source": "https://github.com/vllm-project/vllm pull request of the AMX_MLA backend",
 }
 #: Memory that an engine keeps, what one needs for a while beside it (loading, a long prompt), and some to spare.
-_ENGINE_BYTES = {"v2lite": 5800 << 20, "v3_tp8": 3 << 30, "v3_tp6": 3 << 30, "tiny": 2 << 30}
+_ENGINE_BYTES = {"v2lite": 6250 << 20, "v3_tp8": 3 << 30, "v3_tp6": 3 << 30, "tiny": 2 << 30}
 _BUSY_BYTES = 5 << 29
 #: A server's own process, beside its engine's.
 _FRONT_END_BYTES = 400 << 20
@@ -189,6 +189,8 @@ class Shape:
         self.samples: dict[str, dict[str, list[Any]]] = {job: {c.name: [] for c in chosen} for job in plan.jobs}
         self.alone: dict[str, list[float]] = {job: [] for job in plan.jobs}
         self.run_apart: list[str] = []
+        self.served: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in chosen}
+        self.served_together: list[list[str]] = []
         self.engines: dict[str, Any] = {}
         self.texts: dict[str, Any] = {}
 
@@ -510,8 +512,8 @@ def _served(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def serve(shape: Shape) -> dict[str, Any]:
-    """``vllm serve`` and ``vllm bench serve``: tokens/s, TTFT and TPOT in milliseconds, medians over rounds.
+def serve(shape: Shape) -> None:
+    """``vllm serve`` and ``vllm bench serve``: fills ``shape.served``.
 
     Servers stay alive together and take turns where memory allows it.
     """
@@ -521,9 +523,8 @@ def serve(shape: Shape) -> dict[str, Any]:
         "--max-model-len", str(sum(lengths) + 64), "--max-num-batched-tokens", "8448",
         "--kv-cache-memory-bytes", str(_CACHE_BYTES),
     ]  # fmt: skip
-    together = shape.groups(_FRONT_END_BYTES)
-    samples: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in shape.chosen}
-    for group in together:
+    for group in shape.groups(_FRONT_END_BYTES):
+        shape.served_together.append([contender.name for contender in group])
         with contextlib.ExitStack() as stack:
             servers: list[Server] = []
             for contender in group:
@@ -535,24 +536,31 @@ def serve(shape: Shape) -> dict[str, Any]:
             for index in range(rounds):
                 for server in list(servers):
                     with shape.cell(f"{server.name} serving, round {index}"):
-                        samples[server.name].append(_served(server.bench(prompts, lengths, index)))
+                        served = _served(server.bench(prompts, lengths, index))
+                        shape.served[server.name].append(served)
+                        if served["completed"] != prompts:
+                            raise Failure(f"{served['completed']} of {prompts} requests completed")
+
+
+def serving(shape: Shape) -> dict[str, Any] | None:
+    """What servers did, as the report has it: tokens/s, TTFT and TPOT in milliseconds, medians over rounds."""
+    if not any(shape.served.values()):
+        return None
+    prompts, lengths, _ = shape.plan.serving
     medians = {
         name: {
             **{key: statistics.median(s[key] for s in of) for key in of[0] if isinstance(of[0][key], (int, float))},
             "samples": of,
         }
-        for name, of in samples.items()
+        for name, of in shape.served.items()
         if of
     }
-    for name, of in medians.items():
-        if of["completed"] != prompts:
-            shape.failures.append({"cell": f"{shape.name} {name} serving", "error": f"{of['completed']} completed"})
     return {
         "shape": shape.name,
         "prompts": prompts,
         "input": lengths[0],
         "output": lengths[1],
-        "together": [[contender.name for contender in group] for group in together],
+        "together": shape.served_together,
         **medians,
         "published": PUBLISHED,
     }
@@ -585,7 +593,7 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
     wrong: list[str] = []
     models: dict[str, Any] = {}
     entries: list[dict[str, Any]] = []
-    serving = None
+    served = None
     interrupted = False
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mla-bench-") as folder:
@@ -594,9 +602,10 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
             try:
                 shape.run()
                 if plan.serving:
-                    serving = serve(shape)
+                    serve(shape)
             except KeyboardInterrupt:
                 interrupted = True
+            served = serving(shape) or served
             of_shape = results(shape, tier, threads)
             judged, its_wrong = judge(shape)
             wrong += its_wrong
@@ -631,7 +640,7 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         "wrong": wrong,
         "interrupted": interrupted,
         "models": models,
-        "serving": serving,
+        "serving": served,
         "summary": summary,
         "results": entries,
     }
