@@ -66,14 +66,16 @@ def test_kernel_is_the_first_thing_a_process_does() -> None:
 def test_environment_forces_the_tier(tier: str) -> None:
     # Asked in a fresh process too: where this one runs AMX under the emulator, others are refused the permission. The
     # reason is there once it was requested.
-    refused = ast.literal_eval(succeed(f"""
+    refused = ast.literal_eval(
+        succeed(f"""
 from amx_kernels import isa
 try:
     isa.resolve("{tier}")
 except RuntimeError:
     pass
 print({{row.name: row.reason for row in isa.tiers(isa.detect()) if not row.usable}})
-"""))
+""")
+    )
     done = run(
         f"{KERNEL}\nrun_kernel()\nfrom amx_kernels import isa\nprint(isa.current(), isa.source())", AMX_KERNELS_ISA=tier
     )

@@ -236,7 +236,7 @@ def test_torch(tier):
 
 
 def test_the_choice_follows_the_multiply_accumulates(monkeypatch):
-    """Fresh prompts are decompressed, decodes absorbed; with more context the break-even grows to 128 or 150 queries."""
+    """Fresh prompts are decompressed, decodes absorbed; the break-even grows with context to 128 or 150."""
     monkeypatch.delenv("AMX_KERNELS_PREFILL", raising=False)
     choose = amx_kernels.prefill_decompressed
     assert not choose(1, 1000) and not choose(16, 8192)

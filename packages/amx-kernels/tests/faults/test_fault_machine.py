@@ -126,9 +126,7 @@ def unexpected(wheel: Path) -> list[str]:
     return [n for n in names if not n.endswith("/") and not re.fullmatch(f"{allowed}|{METADATA}", n)]
 
 
-@pytest.mark.skipif(
-    not os.environ.get("WHEEL_DIR"), reason="WHEEL_DIR names no folder of built wheels (nox sets it)"
-)
+@pytest.mark.skipif(not os.environ.get("WHEEL_DIR"), reason="WHEEL_DIR names no folder of built wheels (nox sets it)")
 def test_wheels_hold_only_what_they_should() -> None:
     wheels = sorted(Path(os.environ["WHEEL_DIR"]).glob("*.whl"))
     assert wheels, f"no wheel in {os.environ['WHEEL_DIR']}"
