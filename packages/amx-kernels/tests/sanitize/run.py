@@ -70,9 +70,10 @@ class Runs:
                     command, capture_output=True, text=True, timeout=timeout, check=False,
                     env={**os.environ, **environment, **options},
                 )  # fmt: skip
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired as error:
                 self.runs.append(name)
-                self.findings.append(f"{name}: not finished after {timeout:.0f} s")
+                done_so_far = (error.stdout or b"").decode(errors="replace")[-300:]
+                self.findings.append(f"{name}: not finished after {timeout:.0f} s: {done_so_far}")
                 return
             reports = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("report*")))
             text = done.stdout + done.stderr
@@ -172,12 +173,14 @@ def python(runs: Runs, quick: bool, amx: str, seconds: float) -> None:
         "PYTHONMALLOC": "malloc",
     }
     tests = [str(HERE.parent / name) for name in (FILES[:1] if quick else FILES)]
-    chosen = " and ".join(f"not {name}" for name in LEFT_OUT)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "mla_testing.pytest_plugin", "-p", "no:cacheprovider",
-               *tests, "-k", f"({chosen})" + (" and (strides or isolation or weights)" if quick else "")]  # fmt: skip
-    modes = ["native", "emulated"] if amx == "auto" and native() else [amx]
-    for mode in modes:
-        runs.run(f"asan+ubsan python, --amx={mode}", [*command, f"--amx={mode}"], environment, seconds)
+    chosen = " and ".join([*(f"not {name}" for name in LEFT_OUT), *(["(strides or isolation or weights)"] * quick)])
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "mla_testing.pytest_plugin", "-p", "no:cacheprovider"]
+    both = amx == "auto" and native()
+    for mode in ["native", "emulated"] if both else [amx]:
+        # The second time only the tier that differs.
+        tiers = " and amxbf16" if both and mode == "emulated" else ""
+        selected = [*command, *tests, "-k", chosen + tiers, f"--amx={mode}"]
+        runs.run(f"asan+ubsan python, --amx={mode}{tiers}", selected, environment, seconds)
 
 
 def native() -> bool:
