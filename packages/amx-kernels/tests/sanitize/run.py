@@ -45,6 +45,7 @@ LEFT_OUT = {
     "take_no_memory_of_its_length": "measures resident memory, which the sanitizer holds on to",
     "no_network": "imports torch, which is not instrumented",
     "torch": "the shim is not part of the sanitized build",
+    "mixed_devices": "calls the shim",
 }
 
 
