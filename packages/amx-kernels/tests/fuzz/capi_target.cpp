@@ -159,47 +159,63 @@ void judge(const Tensor* const (&tensors)[N], amxk_code code, const amxk_error& 
   }
 }
 
-void attention(Input& in, const amxk_parallel& pool, amxk_error& error) {
-  const int64_t requests = in.byte() % 4, heads = small(in) % 20, rank = small(in), rope = small(in) % 33;
-  const int64_t block = small(in), blocks = in.byte() % 8 + 1, columns = in.byte() % 8;
-  int64_t lens[4] = {}, starts[5] = {};
-  for (int64_t i = 0; i < requests; ++i) {
-    lens[i] = in.rare() ? in.number() : block * columns > 0 ? in.byte() % (block * columns + 1) : 0;
-    const int64_t most = lens[i] < 0 ? 0 : lens[i] < 6 ? lens[i] : 6;
-    starts[i + 1] = starts[i] + (most > 0 ? in.byte() % (most + 1) : 0);
+// What attention and prefill share: a step of up to three requests over a paged cache.
+struct Step {
+  int64_t heads, rank, rope, tokens;
+  Tensor lse, pe, kv, table, seq, start;
+
+  Step(Input& in, int64_t rank, bool decode) : heads(small(in) % 20), rank(rank), rope(small(in) % 33) {
+    const int64_t requests = in.byte() % 4, block = small(in), blocks = in.byte() % 8 + 1, columns = in.byte() % 8;
+    int64_t lens[4] = {}, starts[5] = {};
+    for (int64_t i = 0; i < requests; ++i) {
+      lens[i] = in.rare() ? in.number() : block * columns > 0 ? in.byte() % (block * columns + 1) : 0;
+      const int64_t most = lens[i] < 0 ? 0 : lens[i] < 6 ? lens[i] : 6;
+      starts[i + 1] = starts[i] + (most > 0 ? in.byte() % (most + 1) : 0);
+    }
+    tokens = decode ? requests * (in.byte() % 3) : starts[requests] + in.byte() % 3;
+    const int64_t pe3[] = {tokens, heads, rope}, lse2[] = {tokens, heads};
+    const int64_t kv3[] = {blocks, block, rank + rope}, table2[] = {requests, columns}, n1[] = {requests}, n2[] = {requests + 1};
+    lse.make(in, AMXK_F32, 2, lse2);
+    pe.make(in, AMXK_BF16, 3, pe3);
+    kv.make(in, AMXK_BF16, 3, kv3);
+    table.make(in, index_type(in), 2, table2);
+    seq.make(in, index_type(in), 1, n1);
+    start.make(in, index_type(in), 1, n2);
+    start.missing = start.missing || decode;
+    lse.missing = lse.missing || in.byte() % 3 == 0;
+    table.fill([&](int64_t, int64_t) { return in.rare() ? in.number() : in.byte() % blocks; });
+    seq.fill([&](int64_t i, int64_t) { return i < 4 ? lens[i] : 0; });
+    start.fill([&](int64_t i, int64_t) { return i < 5 ? starts[i] : 0; });
   }
-  const bool decode = in.byte() % 4 == 0, planned = in.byte() % 3 == 0;
-  const int64_t tokens = decode ? requests * (in.byte() % 3) : starts[requests] + in.byte() % 3;
-  const int64_t q3[] = {tokens, heads, rank}, pe3[] = {tokens, heads, rope}, lse2[] = {tokens, heads};
-  const int64_t kv3[] = {blocks, block, rank + rope}, table2[] = {requests, columns}, n1[] = {requests}, n2[] = {requests + 1};
-  Tensor out, lse, q, pe, kv, table, seq, start, plan;
+};
+
+double softmax_scale(Input& in) {
+  const double scales[] = {0.1, 1.0, 0.0, -1.0, 1e300, 5e-324};
+  return in.rare() ? scales[in.byte() % 6] : 0.125;
+}
+
+void attention(Input& in, const amxk_parallel& pool, amxk_error& error) {
+  const int64_t rank = small(in);
+  const bool planned = in.byte() % 3 == 0;
+  Step s(in, rank, in.byte() % 4 == 0);
+  const int64_t q3[] = {s.tokens, s.heads, rank};
+  Tensor out, q, plan;
   out.make(in, AMXK_BF16, 3, q3);
-  lse.make(in, AMXK_F32, 2, lse2);
   q.make(in, AMXK_BF16, 3, q3);
-  pe.make(in, AMXK_BF16, 3, pe3);
-  kv.make(in, AMXK_BF16, 3, kv3);
-  table.make(in, index_type(in), 2, table2);
-  seq.make(in, index_type(in), 1, n1);
-  start.make(in, index_type(in), 1, n2);
-  start.missing = start.missing || decode;
-  lse.missing = lse.missing || in.byte() % 3 == 0;
-  table.fill([&](int64_t, int64_t) { return in.rare() ? in.number() : in.byte() % blocks; });
-  seq.fill([&](int64_t i, int64_t) { return i < 4 ? lens[i] : 0; });
-  start.fill([&](int64_t i, int64_t) { return i < 5 ? starts[i] : 0; });
   plan.missing = true;
-  const Tensor* const lengths[] = {&seq, &start};
+  const Tensor* const lengths[] = {&s.seq, &s.start};
   if (planned && known(lengths)) {
     int64_t size = 0;
-    amxk_code code = amxk_plan_attention(nullptr, &size, seq.get(), start.get(), tokens, heads, pool.num_threads, &error);
+    amxk_code code = amxk_plan_attention(nullptr, &size, s.seq.get(), s.start.get(), s.tokens, s.heads, pool.num_threads, &error);
     judge(lengths, code, error);
     if (code == AMXK_OK && size > 0 && size < 100000) {
       const int64_t p1[] = {size};
       plan.missing = false;
       plan.make(in, AMXK_I64, 1, p1);
-      const Tensor* const both[] = {&seq, &start, &plan};
+      const Tensor* const both[] = {&s.seq, &s.start, &plan};
       if (known(both)) {
         error = {};
-        code = amxk_plan_attention(plan.get(), &size, seq.get(), start.get(), tokens, heads, pool.num_threads, &error);
+        code = amxk_plan_attention(plan.get(), &size, s.seq.get(), s.start.get(), s.tokens, s.heads, pool.num_threads, &error);
         judge(both, code, error);
         if (code == AMXK_OK && !plan.missing && in.rare()) {
           static_cast<int64_t*>(plan.t.data)[in.byte() % size] ^= int64_t{1} << (in.byte() % 64);
@@ -207,13 +223,34 @@ void attention(Input& in, const amxk_parallel& pool, amxk_error& error) {
       }
     }
   }
-  const double scales[] = {0.1, 1.0, 0.0, -1.0, 1e300, 5e-324};
-  const double scale = in.rare() ? scales[in.byte() % 6] : 0.125;
-  const Tensor* const all[] = {&out, &lse, &q, &pe, &kv, &table, &seq, &start, &plan};
+  const Tensor* const all[] = {&out, &s.lse, &q, &s.pe, &s.kv, &s.table, &s.seq, &s.start, &plan};
   if (!known(all)) return;
   error = {};
-  const amxk_code code = amxk_attention(out.get(), lse.get(), q.get(), pe.get(), kv.get(), table.get(), seq.get(),
-                                        start.get(), scale, plan.get(), &pool, &error);
+  const amxk_code code = amxk_attention(out.get(), s.lse.get(), q.get(), s.pe.get(), s.kv.get(), s.table.get(), s.seq.get(),
+                                        s.start.get(), softmax_scale(in), plan.get(), &pool, &error);
+  judge(all, code, error);
+}
+
+void prefill(Input& in, const amxk_parallel& pool, amxk_error& error) {
+  const int64_t rank = in.rare() ? small(in) : 32 * (in.byte() % 3), nope = small(in), value = small(in);
+  Step s(in, rank, false);
+  const auto packed = [&](int64_t rows, int64_t(&sizes)[4]) {
+    sizes[0] = s.heads, sizes[1] = (rows + 15) / 16, sizes[2] = (rank + 31) / 32 * 16, sizes[3] = 32;
+  };
+  const int64_t o3[] = {s.tokens, s.heads, value}, q3[] = {s.tokens, s.heads, nope};
+  int64_t uk4[4], uv4[4];
+  packed(nope, uk4);
+  packed(value, uv4);
+  Tensor out, q, w_uk, w_uv;
+  out.make(in, AMXK_BF16, 3, o3);
+  q.make(in, AMXK_BF16, 3, q3);
+  w_uk.make(in, AMXK_BF16, 4, uk4);
+  w_uv.make(in, AMXK_BF16, 4, uv4);
+  const Tensor* const all[] = {&out, &s.lse, &q, &s.pe, &s.kv, &s.table, &s.seq, &s.start, &w_uk, &w_uv};
+  if (!known(all)) return;
+  const amxk_code code = amxk_prefill_attention(out.get(), s.lse.get(), q.get(), s.pe.get(), s.kv.get(), s.table.get(),
+                                                s.seq.get(), s.start.get(), w_uk.get(), w_uv.get(), softmax_scale(in), &pool,
+                                                &error);
   judge(all, code, error);
 }
 
@@ -228,7 +265,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (tier % 16 < 5) amxk_set_tier(tiers[tier % 16], 0, nullptr);
   const int32_t threads[] = {1, 2, 3, 7, 64, 0, -1, INT32_MAX};
   const amxk_parallel pool = {threads[in.byte() % 8], nullptr, in.rare() ? nullptr : serial};
-  switch (in.byte() % 5) {
+  switch (in.byte() % 8) {
     case 0: {
       const int64_t batch = in.byte() % 4, columns = small(in), depth = small(in);
       const int64_t w[] = {batch, columns, depth};
@@ -275,6 +312,16 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       judge(all, amxk_concat_and_cache_mla(kv_c.get(), k_pe.get(), cache.get(), slots.get(), &pool, &error), error);
       break;
     }
+    case 3: {
+      int decompressed = -1;
+      const amxk_code code = amxk_prefill_decompressed(in.number(), in.number(), in.rare() ? nullptr : &decompressed, &error);
+      if (code == AMXK_OK && decompressed != 0 && decompressed != 1) die("no answer", error);
+      break;
+    }
+    case 4:
+    case 5:
+      prefill(in, pool, error);
+      break;
     default:
       attention(in, pool, error);
   }

@@ -95,6 +95,8 @@ def guarded(shape: tuple[int, ...], dtype: Any, *, row_padding: int = 0) -> tupl
 
 def canaries_intact(view: NDArray, buffer: NDArray) -> bool:
     """Whether every byte of ``buffer`` outside ``view`` is still a canary."""
+    if not buffer.size:
+        return True  # rows of no columns
     step = view.itemsize // 2
     outside = np.ones(buffer.view(np.uint16).shape, dtype=bool)
     first = (view.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]) // view.itemsize
