@@ -193,7 +193,7 @@ def native() -> bool:
 def main() -> int:
     arguments = reliability.parser(__doc__.split("\n")[0])
     arguments.add_argument("--only", choices=("asan", "tsan", "python"))
-    arguments.add_argument("--python-minutes", type=float, default=15.0, help="for each run of the Python suite")
+    arguments.add_argument("--python-minutes", type=float, default=20.0, help="for each run of the Python suite")
     options = arguments.parse_args()
     start = time.monotonic()
     runs = Runs()
