@@ -40,9 +40,9 @@ def write(folder: Path, name: str, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def from_source(folder: Path, cache: Path) -> None:
+def from_source(folder: Path, version: str, cache: Path) -> None:
     """Unpack the source release, whose files lie in one folder."""
-    with tarfile.open(fetch_source(cache)) as archive:
+    with tarfile.open(fetch_source(version, cache)) as archive:
         for member in archive:
             name = member.name.partition("/")[2]
             if member.isfile() and wanted(name):
@@ -74,7 +74,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
             made = Path(place) / version
             if version == SOURCE:
-                from_source(made, arguments.folder)
+                from_source(made, version, arguments.folder)
             else:
                 from_wheel(made, version)
             made.rename(folder)
