@@ -84,8 +84,10 @@ struct Tensor {
       }
       if (t.sizes[d] == 0) is_empty = true;
       if (t.sizes[d] > 1) {
-        const __int128 reach = static_cast<__int128>(t.sizes[d] - 1) * t.strides[d] * bytes;
-        (reach < 0 ? low : high) += reach;
+        const __int128 reach = static_cast<__int128>(t.sizes[d] - 1) * t.strides[d];
+        // Further than that, and its bytes need not fit 128 bits.
+        const __int128 bounded = reach > kImpossible ? kImpossible : reach < -kImpossible ? -kImpossible : reach;
+        (bounded < 0 ? low : high) += bounded * bytes;
         if (static_cast<__int128>(t.sizes[d]) * bytes > kImpossible) impossible = true;
       }
     }
