@@ -36,6 +36,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # nox -s abuse
 
 MAX_MODEL_LEN = 512
 ANSWER = 24
+LONG_ANSWER, LONG_PROMPTS = 200, 8
+"""So many tokens that a fast machine too is amid them when SIGTERM comes; of the first, shorter prompts."""
 CLIENTS = 64
 BLOCKS = 10
 """Of 64 tokens, little more than the longest request needs. The token budget lets some six requests run at a time;
@@ -196,13 +198,17 @@ def same_answer(answer: agreement.Served, alone: agreement.Served) -> bool:
 
 
 async def stream(
-    server: Server, which: int, stop_after: int | None = None, choices: list[dict[str, Any]] | None = None
+    server: Server,
+    which: int,
+    stop_after: int | None = None,
+    choices: list[dict[str, Any]] | None = None,
+    max_tokens: int = ANSWER,
 ) -> agreement.Served | None:
     """One streamed completion over a raw connection; closed after `stop_after` tokens (then None). Its pieces are
     also found in `choices`, whatever happens."""
     choices = [] if choices is None else choices
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=2**22)
-    body = json.dumps(request_body(PROMPTS[which], ANSWER, stream=True)).encode()
+    body = json.dumps(request_body(PROMPTS[which], max_tokens, stream=True)).encode()
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Connection: close\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
@@ -356,8 +362,10 @@ def test_sigterm_amid_streams_ends_cleanly(server: Server) -> None:
     pieces: list[list[dict[str, Any]]] = [[] for _ in range(32)]
 
     async def interrupted() -> None:
-        clients = [asyncio.create_task(stream(server, i % len(PROMPTS), None, p)) for i, p in enumerate(pieces)]
-        await asyncio.sleep(2)
+        clients = [
+            asyncio.create_task(stream(server, i % LONG_PROMPTS, None, p, LONG_ANSWER)) for i, p in enumerate(pieces)
+        ]
+        await asyncio.to_thread(until, lambda: sum(map(bool, pieces)) >= 4, 60, "streams have not begun")
         os.kill(server.process.pid, signal.SIGTERM)
         await asyncio.to_thread(until, lambda: not running(ending.engine), 20, "the engine goes on")
         for client in clients:
@@ -366,10 +374,11 @@ def test_sigterm_amid_streams_ends_cleanly(server: Server) -> None:
 
     asyncio.run(interrupted())
     ending.check(30)
-    answers = [served(i % len(PROMPTS), choices) for i, choices in enumerate(pieces)]
-    assert any(0 < len(answer.tokens) < ANSWER for answer in answers), "no stream was cut off: the test tests nothing"
+    answers = [served(i % LONG_PROMPTS, choices) for i, choices in enumerate(pieces)]
+    cut_off = [answer for answer in answers if 0 < len(answer.tokens) < LONG_ANSWER]
+    assert cut_off, "no stream was cut off: the test tests nothing"
     for i, answer in enumerate(answers):
-        same_answer(answer, server.alone[i % len(PROMPTS)])
+        same_answer(answer, server.alone[i % LONG_PROMPTS])
 
 
 def test_with_a_shutdown_timeout_every_stream_comes_to_its_end(server: Server, tmp_path: Path) -> None:
@@ -378,7 +387,7 @@ def test_with_a_shutdown_timeout_every_stream_comes_to_its_end(server: Server, t
     pieces: list[list[dict[str, Any]]] = [[] for _ in begun]
 
     async def interrupted(server: Server) -> list[Any]:
-        clients = [asyncio.create_task(stream(server, i, None, pieces[i])) for i in begun]
+        clients = [asyncio.create_task(stream(server, i, None, pieces[i], LONG_ANSWER)) for i in begun]
         await asyncio.to_thread(until, lambda: all(pieces), 60, "streams have not begun")
         assert not all(client.done() for client in clients), "nothing is left to be finished: the test tests nothing"
         os.kill(server.process.pid, signal.SIGTERM)
@@ -389,5 +398,5 @@ def test_with_a_shutdown_timeout_every_stream_comes_to_its_end(server: Server, t
         answers = asyncio.run(interrupted(server))
         ending.check(60)
     for i, answer in zip(begun, answers, strict=True):
-        assert len(answer.tokens) == ANSWER
+        assert len(answer.tokens) == LONG_ANSWER
         same_answer(answer, alone[i])
