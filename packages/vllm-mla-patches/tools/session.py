@@ -208,7 +208,7 @@ def clean(session: Session) -> None:
 
 
 @contextlib.contextmanager
-def source_release(session: Session, version: str, cache: Path) -> Iterator[Path]:
+def source_release(session: Session, version: str, cache: Path) -> Iterator[Tree]:
     """The unpacked sdist of a release."""
     with tempfile.TemporaryDirectory() as folder:
         with session.step(f"the source of vLLM {version}"):
@@ -216,18 +216,17 @@ def source_release(session: Session, version: str, cache: Path) -> Iterator[Path
                 archive.extractall(folder, filter="data")
             tree = Tree.at(next(Path(folder).iterdir()))
             assert tree.version == version and status(tree).applied == 0
-        yield next(Path(folder).iterdir())
+        yield tree
 
 
 def source_series(session: Session, cache: Path) -> None:
     """The 0.33.0 series on its source: patch by patch, byte-compiled, with the operators of the installed wheel."""
     series = Series.load(SOURCE)
     names = [patch.name for patch in series.patches]
-    with source_release(session, SOURCE, cache) as root:
-        tree = Tree.at(root)
-        git_am(session, SOURCE, root)
+    with source_release(session, SOURCE, cache) as tree:
+        git_am(session, SOURCE, tree.root)
         environment = {
-            "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join([str(tree.root), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_OPERATORS": str(session.tree.root / "vllm" / "_C.abi3.so"),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -246,7 +245,7 @@ def source_series(session: Session, cache: Path) -> None:
                     assert green, f"{name} after the patch: {found[name]}"
                 before = found
         with session.step(f"patched {SOURCE} compiles"):
-            changed = [str(root / path) for path in series.stages[0]]
+            changed = [str(tree.root / path) for path in series.stages[0]]
             done = run(sys.executable, "-m", "py_compile", *changed)
             assert done.returncode == 0, tail(done.stdout)
 
@@ -321,8 +320,8 @@ def main() -> int:
         clean(session)
     if every_step:
         cache = options.cache.resolve()
-        with source_release(session, VERSION, cache) as root:
-            git_am(session, VERSION, root)
+        with source_release(session, VERSION, cache) as source:
+            git_am(session, VERSION, source.root)
         source_series(session, cache)
     else:
         git_am(session, VERSION, tree.root)

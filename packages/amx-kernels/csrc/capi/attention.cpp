@@ -114,8 +114,6 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
   p.q_latent = static_cast<const bf16*>(q_latent->data);
   p.q_latent_token = q_latent->strides[0];
   p.q_latent_head = q_latent->strides[1];
-  p.latent = static_cast<int32_t>(latent);
-  p.rope = static_cast<int32_t>(rope);
   p.plan = plan_view(planned);
   if (p.plan.header->num_items == 0) return AMXK_OK;
   const amxk_code code = ops->attention(p);

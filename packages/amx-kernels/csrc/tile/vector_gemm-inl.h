@@ -11,7 +11,8 @@
 // Sums run over k in one order for every shape, so a row's result does not depend on its neighbours.
 //
 // The including tier supplies Acc, BPair, APrepared and: acc_zero, acc_load, acc_store, b_load, prepare, mac, how many
-// steps of k go together (kChunkSteps), and the register blocks kRows[panels] (rows per block when 1, 2 or 3 panels are processed together), kMaxPanels.
+// steps of k go together (kChunkSteps), and the register blocks kRows[panels] (rows per block when 1, 2 or 3 panels are
+// processed together), kMaxPanels.
 #pragma once
 
 namespace amxk {
@@ -19,8 +20,8 @@ namespace AMXK_TIER {
 namespace {
 
 template <bool kAccumulate, int MR, int NR>
-AMXK_INLINE void gemm_block(const APrepared& a, int row, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, float* c,
-                            int64_t c_panel) {
+AMXK_INLINE void gemm_block(const APrepared& a, int row, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step,
+                            float* c, int64_t c_panel) {
   Acc acc[MR][NR];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; ++m) {

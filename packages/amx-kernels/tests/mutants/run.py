@@ -127,7 +127,7 @@ MUTANTS = (
     Mutant(
         "output columns past the last whole 32 dropped",
         "ops/attention/attention-inl.h",
-        "memcpy(out + 32 * whole, tail, static_cast<size_t>(p.latent - 32 * whole) * sizeof(bf16));",
+        "memcpy(out + 32 * whole, tail, static_cast<size_t>(p.cache.latent - 32 * whole) * sizeof(bf16));",
         "",
         DIMS,
     ),

@@ -43,9 +43,9 @@ struct Shape {
   Shape(const AttentionParams& p, int64_t max_rows)
       : rows(round_up(max_rows, kGroup)),
         row_groups(rows / kGroup),
-        width(round_up(p.latent + p.rope, kStepK)),
+        width(round_up(p.cache.latent + p.cache.rope, kStepK)),
         width_steps(width / kStepK),
-        panels(round_up(p.latent, 32) / kGroup) {}
+        panels(round_up(p.cache.latent, 32) / kGroup) {}
 
   int64_t q_panel() const { return width * kGroup; }
   int64_t s_panel() const { return kKeys * kGroup; }
@@ -101,8 +101,8 @@ void pack_queries(const AttentionParams& p, const Shape& s, const Unit& u, bf16*
     for (int64_t r = first; r < min<int64_t>(first + kGroup, rows); ++r) {
       const int64_t t = token + r / p.heads, h = r % p.heads;
       bf16* row = staging + (r - first) * s.width;
-      memcpy(row, p.q_latent + t * p.q_latent_token + h * p.q_latent_head, p.latent * sizeof(bf16));
-      memcpy(row + p.latent, p.q_pe + t * p.q_pe_token + h * p.q_pe_head, p.rope * sizeof(bf16));
+      memcpy(row, p.q_latent + t * p.q_latent_token + h * p.q_latent_head, p.cache.latent * sizeof(bf16));
+      memcpy(row + p.cache.latent, p.q_pe + t * p.q_pe_token + h * p.q_pe_head, p.cache.rope * sizeof(bf16));
     }
     pack_panel(staging, s.width, s.width_steps, q + first / kGroup * s.q_panel());
   }
@@ -129,7 +129,7 @@ void interleave_values(const AttentionParams& p, const RowGroup* groups, int num
     const bf16* row0 = groups[g].row + key % kGroup * groups[g].stride + 32 * first;
     const bf16* row1 = row0 + groups[g].stride;
     for (int64_t c = 0; c < pairs; ++c, line += 2 * kStepK * kGroup) {
-      const int64_t columns = p.latent - 32 * (first + c);
+      const int64_t columns = p.cache.latent - 32 * (first + c);
       if (columns >= 32) {
         interleave32(row0 + 32 * c, row1 + 32 * c, line, line + kStepK * kGroup);
       } else {
@@ -240,13 +240,13 @@ void merge(const Shape& s, int64_t rows, const State& total, const State& part) 
 // Writes O / l as bf16 and the log-sum-exp in natural units. A row with nothing to attend is exactly zero, -inf.
 void finish(const AttentionParams& p, const Shape& s, const Unit& u, const State& state) {
   const int64_t token = p.plan.requests[u.request].first_token + u.first_token;
-  const int64_t whole = p.latent / 32;
+  const int64_t whole = p.cache.latent / 32;
   for (int64_t r = 0; r < u.tokens * p.heads; ++r) {
     const int64_t t = token + r / p.heads, h = r % p.heads;
     bf16* out = p.out + t * p.out_token + h * p.out_head;
     const float l = state.l[r];
     if (l == 0.0f) {
-      memset(out, 0, p.latent * sizeof(bf16));
+      memset(out, 0, p.cache.latent * sizeof(bf16));
     } else {
       const V inverse = vset(1.0f / l);
       const float* row = state.o + r * kGroup;
@@ -254,11 +254,11 @@ void finish(const AttentionParams& p, const Shape& s, const Unit& u, const State
         store32(out + 32 * c, vmul(vload(row + 2 * c * s.o_panel()), inverse),
                 vmul(vload(row + (2 * c + 1) * s.o_panel()), inverse));
       }
-      if (whole * 32 < p.latent) {
+      if (whole * 32 < p.cache.latent) {
         bf16 tail[32];
         store32(tail, vmul(vload(row + 2 * whole * s.o_panel()), inverse),
                 vmul(vload(row + (2 * whole + 1) * s.o_panel()), inverse));
-        memcpy(out + 32 * whole, tail, static_cast<size_t>(p.latent - 32 * whole) * sizeof(bf16));
+        memcpy(out + 32 * whole, tail, static_cast<size_t>(p.cache.latent - 32 * whole) * sizeof(bf16));
       }
     }
     if (p.lse != nullptr) {

@@ -40,7 +40,6 @@ struct StepParams {
 struct AttentionParams : StepParams {
   const bf16* q_latent;  // [T, H, R]
   int64_t q_latent_token, q_latent_head;
-  int32_t latent, rope;
   PlanView plan;
 };
 
