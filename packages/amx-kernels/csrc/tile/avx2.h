@@ -25,10 +25,11 @@ AMXK_INLINE BPair b_load(const bf16* p) {
   return {{_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))},
           {_mm256_castsi256_ps(_mm256_and_si256(lo, upper)), _mm256_castsi256_ps(_mm256_and_si256(hi, upper))}};
 }
-AMXK_INLINE void widen_row(const bf16* row, int k, float* out) {
-  for (int i = 0; i < k; i += 8) {
-    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i));
-    _mm256_storeu_ps(out + i, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)));
+AMXK_INLINE void widen_row(const bf16* row, int k, float* even, float* odd) {
+  for (int i = 0; i < k; i += 32, even += 16, odd += 16) {
+    const BPair pairs = b_load(row + i);
+    vstore(even, pairs.even);
+    vstore(odd, pairs.odd);
   }
 }
 

@@ -23,10 +23,11 @@ AMXK_INLINE BPair b_load(const bf16* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)),
           _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
 }
-AMXK_INLINE void widen_row(const bf16* row, int k, float* out) {
-  for (int i = 0; i < k; i += 16) {
-    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + i));
-    _mm512_storeu_ps(out + i, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)));
+AMXK_INLINE void widen_row(const bf16* row, int k, float* even, float* odd) {
+  for (int i = 0; i < k; i += 32, even += 16, odd += 16) {
+    const BPair pairs = b_load(row + i);
+    _mm512_storeu_ps(even, pairs.even);
+    _mm512_storeu_ps(odd, pairs.odd);
   }
 }
 

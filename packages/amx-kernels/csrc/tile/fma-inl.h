@@ -14,8 +14,8 @@ struct BPair {
 AMXK_INLINE Acc acc_zero() { return vset(0.0f); }
 AMXK_INLINE Acc acc_load(const float* p) { return vload(p); }
 AMXK_INLINE void acc_store(float* p, Acc a) { vstore(p, a); }
-AMXK_INLINE Acc multiply_pair(Acc acc, const float* a, BPair b) {
-  return vfma(vset(a[1]), b.odd, vfma(vset(a[0]), b.even, acc));
+AMXK_INLINE Acc multiply_pair(Acc acc, float even, float odd, BPair b) {
+  return vfma(vset(odd), b.odd, vfma(vset(even), b.even, acc));
 }
 
 }  // namespace

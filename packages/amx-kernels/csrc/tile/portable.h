@@ -34,16 +34,19 @@ AMXK_INLINE BPair b_load(const bf16* p) {
   memcpy(&b, p, sizeof b);
   return b;
 }
-AMXK_INLINE void widen_row(const bf16* row, int k, float* out) {
-  for (int i = 0; i < k; ++i) out[i] = bf16_to_float(row[i]);
+AMXK_INLINE void widen_row(const bf16* row, int k, float* even, float* odd) {
+  for (int i = 0; i < k; i += 2) {
+    *even++ = bf16_to_float(row[i]);
+    *odd++ = bf16_to_float(row[i + 1]);
+  }
 }
 
-AMXK_INLINE Acc multiply_pair(Acc acc, const float* a, BPair b) {
+AMXK_INLINE Acc multiply_pair(Acc acc, float even, float odd, BPair b) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     // The pair's first element is the low half of its word: a matter of values, not of byte order.
-    acc.part[i] += a[0] * reinterpret_cast<F4>(b.part[i] << 16);
-    acc.part[i] += a[1] * reinterpret_cast<F4>(b.part[i] & 0xffff0000u);
+    acc.part[i] += even * reinterpret_cast<F4>(b.part[i] << 16);
+    acc.part[i] += odd * reinterpret_cast<F4>(b.part[i] & 0xffff0000u);
   }
   return acc;
 }

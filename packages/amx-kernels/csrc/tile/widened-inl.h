@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operands of the tiers that multiply in fp32: a group of A rows is widened once and then broadcast from
-// memory; B pairs are split into even and odd rows in registers (a bf16 in the upper half of a word is that fp32).
+// memory; B pairs are split into even and odd rows in registers (a bf16 in the upper half of a word is that fp32). A's
+// pairs are split in the same way, a shift and a mask and no shuffle: the even elements of a row, then the odd ones.
 // The including tier supplies Acc, BPair, multiply_pair and widen_row.
 #pragma once
 
@@ -12,6 +13,7 @@ namespace {
 // number of cache lines from row to row, so that 16 rows do not fall into the same sets; a constant one, so that rows are
 // offsets of one pointer.
 constexpr int kChunkSteps = 8;
+constexpr int64_t kOdd = kChunkSteps * kStepK / 2;
 constexpr int64_t kWidenedStride = kChunkSteps * kStepK + 16;
 
 struct APrepared {
@@ -19,11 +21,15 @@ struct APrepared {
 };
 
 AMXK_INLINE void prepare(RowGroup group, int k, APrepared& a) {
-  for (int i = 0; i < kGroup; ++i) widen_row(group.row + i * group.stride, k, a.rows + i * kWidenedStride);
+  for (int i = 0; i < kGroup; ++i) {
+    float* row = a.rows + i * kWidenedStride;
+    widen_row(group.row + i * group.stride, k, row, row + kOdd);
+  }
 }
 
 AMXK_INLINE Acc mac(Acc acc, const APrepared& a, int m, int j, BPair b) {
-  return multiply_pair(acc, a.rows + m * kWidenedStride + 2 * j, b);
+  const float* row = a.rows + m * kWidenedStride + j;
+  return multiply_pair(acc, row[0], row[kOdd], b);
 }
 
 }  // namespace

@@ -7,8 +7,8 @@
 //
 // Rows are (token, head) pairs: all heads and all query tokens of a unit share one pass over the keys, so the cache is
 // read from memory once. Keys go in blocks of kKeys: K (295 KB at 576 columns), S, P and O stay in L2. V is interleaved
-// kValuePanels panels at a time into 32 KB that L1 keeps while all rows use it; meanwhile the same columns of the next
-// block's rows are fetched, so that reading memory overlaps the whole of the computation.
+// kValuePanels panels at a time into 32 KB that L1 keeps while all rows use it. The next block's rows are fetched during
+// P V: row by row within its products, or, with tiles, the same columns between them.
 //
 // Invariants: keys at or past a row's limit are masked by selection, never by multiplication; groups with dead rows are
 // copied and their dead rows zeroed, so nothing outside live rows is ever an operand; m grows only when it must (by more
@@ -57,15 +57,28 @@ State state_at(float* memory, const Shape& s) {
   return {memory, memory + s.panels * s.o_panel(), memory + s.panels * s.o_panel() + s.rows};
 }
 
-// One thread's scratch.
+// Keys [first, first + keys) of a request: what a block holds, or with no keys nothing.
+struct Range {
+  int64_t request, first, keys;
+};
+
+struct Block {
+  RowGroup groups[kKeys / kGroup];
+  int keys, num_groups;
+};
+
+// One thread's scratch, and the block that it reads next, located ahead so that its rows can be fetched.
 struct Worker {
   bf16* q;       // packed queries [row_groups][width/2][16][2]
   float* s;      // scores [row_groups][kKeys][16]
   bf16* p;       // probabilities [rows][kKeys], or spread over tiles [kKeys/16][2][16][32] for one group of rows
   bf16* v;       // interleaved values [kKeys/32][kValuePanels][16][16][2]
   bf16* gather[2];  // copies of groups that cannot be read in place [kKeys][width], of this block and the next
-  int64_t* limit;  // keys visible to a row [rows]
+  bf16* staging;    // queries before they are packed [16][width]
+  int64_t* limit;   // keys visible to a row [rows]
   State total, part;
+  Block blocks[2];
+  int current;  // which of the blocks is read now
 
   static size_t bytes(const Shape& s) {
     Worker w;
@@ -85,6 +98,7 @@ struct Worker {
     p = reinterpret_cast<bf16*>(take(sizeof(bf16) * max<int64_t>(s.rows * kKeys, kKeys * 4 * kGroup)));
     v = reinterpret_cast<bf16*>(take(sizeof(bf16) * kKeys * kValuePanels * kGroup));
     for (bf16*& copy : gather) copy = reinterpret_cast<bf16*>(take(sizeof(bf16) * kKeys * s.width));
+    staging = reinterpret_cast<bf16*>(take(sizeof(bf16) * kGroup * s.width));
     limit = reinterpret_cast<int64_t*>(take(sizeof(int64_t) * s.rows));
     total = state_at(reinterpret_cast<float*>(take(sizeof(float) * s.state_floats())), s);
     part = state_at(reinterpret_cast<float*>(take(sizeof(float) * s.state_floats())), s);
@@ -142,25 +156,24 @@ void interleave_values(const AttentionParams& p, const RowGroup* groups, int num
   }
 }
 
-// The softmax state of a unit's rows over the keys [begin, end).
-void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t begin, int64_t end, Worker& w,
-            const State& state) {
+void locate(const AttentionParams& p, const Shape& s, const Range& range, int which, Worker& w) {
+  Block& block = w.blocks[which];
+  block.keys = static_cast<int>(range.keys);
+  block.num_groups = static_cast<int>(ceil_div(block.keys, kGroup));
+  locate_keys(p.cache, range.request, range.first, block.keys, s.width, w.gather[which], block.groups);
+}
+
+// The softmax state of a unit's rows over the keys [begin, end), whose first block has been located. after: what will be
+// read then; it is located on return.
+void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t begin, int64_t end, const Range& after,
+            Worker& w, const State& state) {
   const int64_t rows = u.tokens * p.heads;
   const int groups_q = static_cast<int>(ceil_div(rows, kGroup));
   for (int64_t r = 0; r < groups_q * kGroup; ++r) {
     state.m[r] = -INFINITY;
     state.l[r] = 0.0f;
   }
-  struct Block {
-    RowGroup groups[kKeys / kGroup];
-    int keys, num_groups;
-  } blocks[2] = {};
-  const auto locate = [&](int64_t first, int which) {
-    Block& block = blocks[which];
-    block.keys = static_cast<int>(max<int64_t>(0, min<int64_t>(kKeys, end - first)));
-    block.num_groups = static_cast<int>(ceil_div(block.keys, kGroup));
-    locate_keys(p.cache, u.request, first, block.keys, s.width, w.gather[which], block.groups);
-  };
+  if (begin >= end) locate(p, s, after, w.current, w);
   const int steps_q = static_cast<int>(s.width_steps);
 #ifdef AMXK_VALUES_IN_PLACE
   // A B tile spans 32 columns: the last one of R must not reach past the end of a row.
@@ -168,13 +181,14 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
 #else
   const bool in_place = false;
 #endif
-  int which = 0;
-  locate(begin, which);
-  for (int64_t first = begin; first < end; first += kKeys, which ^= 1) {
-    const Block& block = blocks[which];
-    const Block& next = blocks[which ^ 1];
+  for (int64_t first = begin; first < end; first += kKeys, w.current ^= 1) {
+    const Block& block = w.blocks[w.current];
+    const Block& next = w.blocks[w.current ^ 1];
     const int padded = static_cast<int>(round_up(block.keys, kStepK));
-    locate(first + kKeys, which ^ 1);
+    const int64_t left = end - first - kKeys;
+    locate(p, s, left > 0 ? Range{u.request, first + kKeys, min<int64_t>(kKeys, left)} : after, w.current ^ 1, w);
+    // Between products, fetching every block costs more than it gains where the cache lies in DRAM.
+    const int fetched = !kFetchInProduct && left > 0 ? next.num_groups : 0;
     gemm<false>(block.groups, block.num_groups, steps_q, w.q, s.q_panel(), kStepK * kGroup, groups_q, w.s, s.s_panel());
 
     for (int g = 0; g < groups_q; ++g) {
@@ -195,13 +209,15 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
 #ifdef AMXK_VALUES_IN_PLACE
     if (in_place) {
       const auto product = first == begin ? gemm_values_in_place<false> : gemm_values_in_place<true>;
-      product(w.p, block.groups, block.num_groups, s.panels, next.groups, next.num_groups, state.o, s.o_panel());
+      product(w.p, block.groups, block.num_groups, s.panels, next.groups, fetched, state.o, s.o_panel());
       continue;
     }
 #endif
+    const int64_t steps = s.panels / kValuePanels * product_steps(groups_q, padded / kStepK, kValuePanels);
+    Fetch fetch = fetch_rows(next.groups, next.keys, s.width, steps);
     for (int64_t n = 0; n < s.panels; n += kValuePanels) {
       const int panels = static_cast<int>(min<int64_t>(kValuePanels, s.panels - n));
-      interleave_values(p, block.groups, block.num_groups, padded, n / 2, panels / 2, next.groups, next.num_groups, w.v);
+      interleave_values(p, block.groups, block.num_groups, padded, n / 2, panels / 2, next.groups, fetched, w.v);
       // Rows in chunks, because a unit of one token may have more heads than kMaxRows.
       for (int g = 0; g < groups_q; g += kMaxRows / kGroup) {
         const int chunk = min(groups_q - g, kMaxRows / kGroup);
@@ -210,7 +226,7 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
         float* o = state.o + n * s.o_panel() + static_cast<int64_t>(g) * kGroup * kGroup;
         const auto product = first == begin ? gemm<false> : gemm<true>;
         product(probabilities, chunk, padded / kStepK, w.v, kStepK * kGroup, kValuePanels * kStepK * kGroup, panels, o,
-                s.o_panel());
+                s.o_panel(), kFetchInProduct ? &fetch : nullptr);
       }
     }
   }
@@ -299,10 +315,18 @@ void run_thread(void* argument, int thread) {
       hi = middle - 1;
     }
   }
-  for (const Unit* u = p.plan.units + lo; u < p.plan.units + p.plan.header->num_units && u->first_item < last; ++u) {
+  const Unit* const end = p.plan.units + p.plan.header->num_units;
+  const auto first_block = [](const Unit& u, int64_t split) {
+    const int64_t begin = split * u.split_keys;
+    return Range{u.request, begin, min<int64_t>(kKeys, min(u.split_keys, u.keys - begin))};
+  };
+  const Unit* u = p.plan.units + lo;
+  w.current = 0;
+  locate(p, s, first_block(*u, first - u->first_item), 0, w);
+  for (; u < end && u->first_item < last; ++u) {
     const int64_t rows = u->tokens * p.heads, splits = unit_splits(*u);
     const int64_t from = max<int64_t>(0, first - u->first_item), to = min<int64_t>(splits, last - u->first_item);
-    pack_queries(p, s, *u, w.gather[0], w.q);
+    pack_queries(p, s, *u, w.staging, w.q);
     const Request& request = p.plan.requests[u->request];
     for (int64_t r = 0; r < round_up(rows, kGroup); ++r) {
       w.limit[r] = request.keys - request.tokens + u->first_token + min(r / p.heads, u->tokens - 1) + 1;
@@ -310,7 +334,10 @@ void run_thread(void* argument, int thread) {
     for (int64_t i = from; i < to; ++i) {
       const State state = u->slot >= 0 ? state_at(call.slots + (u->slot + i) * s.state_floats(), s)
                                        : (i == 0 ? w.total : w.part);
-      attend(p, s, *u, i * u->split_keys, min(u->keys, (i + 1) * u->split_keys), w, state);
+      const Range after = i + 1 < to                                   ? first_block(*u, i + 1)
+                          : u + 1 < end && (u + 1)->first_item < last ? first_block(u[1], 0)
+                                                                       : Range{u->request, 0, 0};
+      attend(p, s, *u, i * u->split_keys, min(u->keys, (i + 1) * u->split_keys), after, w, state);
       if (u->slot < 0 && i > 0) merge(s, rows, w.total, w.part);
     }
     if (u->slot < 0) {

@@ -39,8 +39,9 @@ WAITED = 0.1
 MIN_VALID_ROUNDS = 5
 #: Calls are repeated within a sample until it is about this long, so that the clock and one interrupt weigh little.
 _SAMPLE_SECONDS = 2e-3
-#: Threads of a pool may spin for a moment after a parallel region; the calibrator shall not meet them.
-_SETTLE_SECONDS = 2e-3
+#: Threads of a pool spin for a while after a parallel region (those of libgomp for 5 ms here); the calibrator shall not
+#: meet them.
+_SETTLE_SECONDS = 8e-3
 
 
 def waited() -> float:
