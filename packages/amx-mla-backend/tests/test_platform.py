@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from amx_mla_backend import compat, envs, kernels, platform, register, selection
 STOCK_CPU = "vllm.platforms.cpu.CpuPlatform"
 STOCK_ZEN = "vllm.platforms.zen_cpu.ZenCpuPlatform"
 OURS = "amx_mla_backend.platform."
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 def raises(error: Exception) -> Any:
@@ -32,6 +35,8 @@ def raises(error: Exception) -> Any:
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test sees another's detection, or the tester's environment; the host has a fast tier unless a test says no."""
     monkeypatch.delenv(envs.MODE.name, raising=False)
+    monkeypatch.setenv(HUGE_PAGES, "")  # so that what a test leaves behind is taken back
+    monkeypatch.delenv(HUGE_PAGES)
     forget = platform.subclass_path.cache_clear
     forget()
     monkeypatch.setattr(kernels, "load", lambda: kernels.Kernels(None, "avx512", None))
@@ -292,6 +297,25 @@ def test_served_models_keep_the_users_settings(overrides, expected) -> None:
     Ours.check_and_update_config(vllm_config)
     assert decided(vllm_config) == expected
     assert "-rotary_embedding" in vllm_config.compilation_config.custom_ops
+    assert os.environ[HUGE_PAGES] == "1"
+
+
+def test_the_users_choice_of_pages_wins(monkeypatch) -> None:
+    monkeypatch.setenv(HUGE_PAGES, "0")
+    Ours.check_and_update_config(config())
+    assert os.environ[HUGE_PAGES] == "0"
+
+
+def test_pytorch_takes_huge_pages_where_asked() -> None:
+    """The variable is PyTorch's, not ours: were it renamed, nothing else would tell."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel knows no transparent huge pages")
+    code = "import torch; x = torch.zeros(1 << 26); print('\\nVmFlags:' in (s := open('/proc/self/smaps').read()), ' hg' in s)"
+    found = {
+        value: subprocess.check_output([sys.executable, "-c", code], env={**os.environ, HUGE_PAGES: value}, text=True)
+        for value in ("0", "1")
+    }
+    assert {value: text.split() for value, text in found.items()} == {"0": ["True", "False"], "1": ["True", "True"]}
 
 
 @pytest.mark.parametrize(
@@ -311,6 +335,7 @@ def test_others_stay_with_vllm(overrides) -> None:
     Ours.check_and_update_config(vllm_config)
     Parent.check_and_update_config(stock)
     assert decided(vllm_config) == decided(stock)
+    assert HUGE_PAGES not in os.environ
     mla = selection.is_mla(vllm_config)
     assert vllm_config.compilation_config.custom_ops == (["all", "-rotary_embedding"] if mla else ["all"])
 

@@ -11,6 +11,7 @@ user's settings are put back after it.
 from __future__ import annotations
 
 import functools
+import os
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,7 @@ class LatentAttentionPlatform:
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
 
         _avoid_rotary_embedding_op(vllm_config)
+        _ask_for_huge_pages()
         cache.block_size = block_size
         cache.enable_prefix_caching = prefix_caching
         scheduler.enable_chunked_prefill = chunked_prefill
@@ -123,6 +125,15 @@ def _avoid_rotary_embedding_op(vllm_config: VllmConfig) -> None:
     custom_ops = vllm_config.compilation_config.custom_ops
     if not {"+rotary_embedding", "-rotary_embedding"} & set(custom_ops):
         custom_ops.append("-rotary_embedding")
+
+
+def _ask_for_huge_pages() -> None:
+    """Weights and cache on huge pages, where the kernel grants them, unless the user decided otherwise.
+
+    A decode step reads all of both, and otherwise misses the TLB every 4 KB. PyTorch's allocator reads the variable
+    before its first large allocation; the engine's process starts after this one and inherits it.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _drop_disabled_indexer(vllm_config: VllmConfig) -> None:
