@@ -310,7 +310,10 @@ def test_pytorch_takes_huge_pages_where_asked() -> None:
     """The variable is PyTorch's, not ours: were it renamed, nothing else would tell."""
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel knows no transparent huge pages")
-    code = "import torch; x = torch.zeros(1 << 26); print('\\nVmFlags:' in (s := open('/proc/self/smaps').read()), ' hg' in s)"
+    code = (
+        "import torch; x = torch.zeros(1 << 26); maps = open('/proc/self/smaps').read(); "
+        "print('VmFlags:' in maps, ' hg' in maps)"
+    )
     found = {
         value: subprocess.check_output([sys.executable, "-c", code], env={**os.environ, HUGE_PAGES: value}, text=True)
         for value in ("0", "1")
