@@ -64,12 +64,13 @@ AMXK_INLINE void gemm_tiles(const RowGroup* a, int k_steps, const bf16* b, int64
 
 // Tile loads leave no line-fill buffer to spare: rows are fetched between products.
 constexpr bool kFetchInProduct = false;
-AMXK_INLINE int64_t product_steps(int, int, int) { return 0; }
+AMXK_INLINE int64_t product_steps(int64_t, int, int) { return 0; }
 
 template <bool kAccumulate>
-static __attribute__((noinline)) void gemm(const RowGroup* a, int groups, int k_steps, const bf16* b, int64_t b_panel,
+static __attribute__((noinline)) void gemm(const RowGroup* a, int rows, int k_steps, const bf16* b, int64_t b_panel,
                                            int64_t b_step, int panels, float* c, int64_t c_panel,
                                            Fetch* = nullptr) {
+  const int groups = static_cast<int>(ceil_div(rows, kGroup));
   const auto product = [=](auto mt, auto nt, int m, int n) {
     gemm_tiles<kAccumulate, decltype(mt)::value, decltype(nt)::value>(
         a + m, k_steps, b + n * b_panel, b_panel, b_step, c + n * c_panel + m * (kGroup * kGroup), c_panel);

@@ -51,26 +51,25 @@ AMXK_INLINE void gemm_block(const APrepared& a, int row, int k_steps, const bf16
 }
 
 template <bool kAccumulate, int NR>
-AMXK_INLINE void gemm_panels(const APrepared& a, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, float* c,
-                             int64_t c_panel, Fetch& fetch) {
+AMXK_INLINE void gemm_panels(const APrepared& a, int rows, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step,
+                             float* c, int64_t c_panel, Fetch& fetch) {
   constexpr int MR = kRows[NR - 1];
-  for (int m = 0; m < kGroup; m += MR) {
+  for (int m = 0; m < rows; m += MR) {
     gemm_block<kAccumulate, MR, NR>(a, m, k_steps, b, b_panel, b_step, c + m * kGroup, c_panel, fetch);
   }
 }
 
 // Panels first: as many at a time as the tier has registers for, then the rest.
 template <bool kAccumulate, int NR>
-AMXK_INLINE void gemm_group(const APrepared& a, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, int panels,
-                            float* c, int64_t c_panel, Fetch& fetch) {
+AMXK_INLINE void gemm_group(const APrepared& a, int rows, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step,
+                            int panels, float* c, int64_t c_panel, Fetch& fetch) {
   int n = 0;
   for (; n + NR <= panels; n += NR) {
-    gemm_panels<kAccumulate, NR>(a, k_steps, b + n * b_panel, b_panel, b_step, c + n * c_panel, c_panel,
-                                 fetch);
+    gemm_panels<kAccumulate, NR>(a, rows, k_steps, b + n * b_panel, b_panel, b_step, c + n * c_panel, c_panel, fetch);
   }
   if constexpr (NR > 1) {
     if (n < panels) {
-      gemm_group<kAccumulate, NR / 2>(a, k_steps, b + n * b_panel, b_panel, b_step, panels - n, c + n * c_panel,
+      gemm_group<kAccumulate, NR / 2>(a, rows, k_steps, b + n * b_panel, b_panel, b_step, panels - n, c + n * c_panel,
                                       c_panel, fetch);
     }
   }
@@ -79,23 +78,24 @@ AMXK_INLINE void gemm_group(const APrepared& a, int k_steps, const bf16* b, int6
 constexpr bool kFetchInProduct = true;
 
 // Steps of a product at which rows can be fetched (panels: a multiple of kMaxPanels).
-AMXK_INLINE int64_t product_steps(int groups, int k_steps, int panels) {
-  return static_cast<int64_t>(groups) * k_steps * (panels / kMaxPanels) * (kGroup / kRows[kMaxPanels - 1]);
+AMXK_INLINE int64_t product_steps(int64_t rows, int k_steps, int panels) {
+  return ceil_div(rows, kRows[kMaxPanels - 1]) * k_steps * (panels / kMaxPanels);
 }
 
-// k_steps: steps of kStepK along k. fetch: rows to fetch meanwhile.
+// rows: of A and C; whatever fills their last group up is read but not relied upon, and may be written. k_steps: steps of
+// kStepK along k. fetch: rows to fetch meanwhile.
 template <bool kAccumulate>
-static __attribute__((noinline)) void gemm(const RowGroup* a, int groups, int k_steps, const bf16* b, int64_t b_panel,
+static __attribute__((noinline)) void gemm(const RowGroup* a, int rows, int k_steps, const bf16* b, int64_t b_panel,
                                            int64_t b_step, int panels, float* c, int64_t c_panel,
                                            Fetch* fetch = nullptr) {
-  APrepared rows;
+  APrepared prepared;
   Fetch meanwhile = fetch != nullptr ? *fetch : Fetch{};  // a copy, to be kept in registers
-  for (int g = 0; g < groups; ++g, c += kGroup * kGroup) {
+  for (int g = 0; rows > 0; ++g, rows -= kGroup, c += kGroup * kGroup) {
     for (int k = 0; k < k_steps; k += kChunkSteps) {
       const int steps = min(kChunkSteps, k_steps - k);
-      prepare({a[g].row + k * kStepK, a[g].stride}, steps * kStepK, rows);
+      prepare({a[g].row + k * kStepK, a[g].stride}, steps * kStepK, prepared);
       const auto product = kAccumulate || k > 0 ? gemm_group<true, kMaxPanels> : gemm_group<false, kMaxPanels>;
-      product(rows, steps, b + k * b_step, b_panel, b_step, panels, c, c_panel, meanwhile);
+      product(prepared, min(rows, kGroup), steps, b + k * b_step, b_panel, b_step, panels, c, c_panel, meanwhile);
     }
   }
   if (fetch != nullptr) *fetch = meanwhile;

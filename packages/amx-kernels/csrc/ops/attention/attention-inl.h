@@ -189,7 +189,8 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
     locate(p, s, left > 0 ? Range{u.request, first + kKeys, min<int64_t>(kKeys, left)} : after, w.current ^ 1, w);
     // Between products, fetching every block costs more than it gains where the cache lies in DRAM.
     const int fetched = !kFetchInProduct && left > 0 ? next.num_groups : 0;
-    gemm<false>(block.groups, block.num_groups, steps_q, w.q, s.q_panel(), kStepK * kGroup, groups_q, w.s, s.s_panel());
+    gemm<false>(block.groups, block.num_groups * kGroup, steps_q, w.q, s.q_panel(), kStepK * kGroup, groups_q, w.s,
+                s.s_panel());
 
     for (int g = 0; g < groups_q; ++g) {
       alignas(64) int32_t limit[kGroup];
@@ -203,7 +204,9 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
       const int64_t row = static_cast<int64_t>(g) * kGroup;
       const bool grows = softmax_panel(w.s + g * s.s_panel(), padded, limit, masked, p.scale_log2, state.m + row,
                                        state.l + row, alpha, w.p + row * kKeys, in_place);
-      if (grows && first > begin) scale_rows(state.o + row * kGroup, s.panels, s.o_panel(), alpha);
+      if (grows && first > begin) {
+        scale_rows(state.o + row * kGroup, min<int64_t>(kGroup, rows - row), s.panels, s.o_panel(), alpha);
+      }
     }
 
 #ifdef AMXK_VALUES_IN_PLACE
@@ -213,7 +216,7 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
       continue;
     }
 #endif
-    const int64_t steps = s.panels / kValuePanels * product_steps(groups_q, padded / kStepK, kValuePanels);
+    const int64_t steps = s.panels / kValuePanels * product_steps(rows, padded / kStepK, kValuePanels);
     Fetch fetch = fetch_rows(next.groups, next.keys, s.width, steps);
     for (int64_t n = 0; n < s.panels; n += kValuePanels) {
       const int panels = static_cast<int>(min<int64_t>(kValuePanels, s.panels - n));
@@ -225,7 +228,8 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
         for (int i = 0; i < chunk; ++i) probabilities[i] = {w.p + static_cast<int64_t>(g + i) * kGroup * kKeys, kKeys};
         float* o = state.o + n * s.o_panel() + static_cast<int64_t>(g) * kGroup * kGroup;
         const auto product = first == begin ? gemm<false> : gemm<true>;
-        product(probabilities, chunk, padded / kStepK, w.v, kStepK * kGroup, kValuePanels * kStepK * kGroup, panels, o,
+        const int live = static_cast<int>(min<int64_t>(chunk * kGroup, rows - g * kGroup));
+        product(probabilities, live, padded / kStepK, w.v, kStepK * kGroup, kValuePanels * kStepK * kGroup, panels, o,
                 s.o_panel(), kFetchInProduct ? &fetch : nullptr);
       }
     }
@@ -246,7 +250,7 @@ void merge(const Shape& s, int64_t rows, const State& total, const State& part) 
     for (int64_t n = 0; n < s.panels; ++n) {
       float* x = total.o + n * s.o_panel() + g * kGroup;
       const float* y = part.o + n * s.o_panel() + g * kGroup;
-      for (int r = 0; r < kGroup; ++r) {
+      for (int64_t r = 0; r < min<int64_t>(kGroup, rows - g); ++r) {
         vstore(x + r * kGroup, vfma(vload(x + r * kGroup), vset(fa[r]), vmul(vload(y + r * kGroup), vset(fb[r]))));
       }
     }

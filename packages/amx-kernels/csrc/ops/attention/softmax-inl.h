@@ -147,9 +147,9 @@ bool softmax_rows(float* scores, int64_t c_panel, int padded, const int32_t* lim
   return step.grows;
 }
 
-void scale_rows(float* o, int64_t panels, int64_t o_panel, const float* factor) {
+void scale_rows(float* o, int64_t rows, int64_t panels, int64_t o_panel, const float* factor) {
   for (int64_t n = 0; n < panels; ++n) {
-    for (int r = 0; r < kGroup; ++r) {
+    for (int64_t r = 0; r < rows; ++r) {
       float* row = o + n * o_panel + r * kGroup;
       vstore(row, vmul(vload(row), vset(factor[r])));
     }

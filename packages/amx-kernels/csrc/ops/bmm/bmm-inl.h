@@ -101,8 +101,8 @@ void bmm_thread(void* argument, int thread) {
         }
       }
     }
-    gemm<false>(a, groups, static_cast<int>(call.steps), b, panel_size, kStepK * kGroup, static_cast<int>(panels), c,
-                c_panel);
+    gemm<false>(a, static_cast<int>(rows), static_cast<int>(call.steps), b, panel_size, kStepK * kGroup,
+                static_cast<int>(panels), c, c_panel);
 
     const V factor = vset(p.scale != nullptr ? p.scale[n * p.scale_batch] : 1.0f);
     const int64_t live = min<int64_t>(panels * kGroup, p.columns - panel0 * kGroup);

@@ -128,12 +128,12 @@ void expand(const PrefillParams& p, const PrefillShape& s, int64_t request, int6
   const bf16* w_uv = p.w_uv + head * s.value_panels * weight_panel;
   for (int g = 0; g < num_groups; g += kExpandRows / kGroup) {
     const int chunk = min(num_groups - g, kExpandRows / kGroup);
-    gemm<false>(groups + g, chunk, steps, w_uk, weight_panel, kStepK * kGroup, static_cast<int>(s.nope_panels),
+    gemm<false>(groups + g, chunk * kGroup, steps, w_uk, weight_panel, kStepK * kGroup, static_cast<int>(s.nope_panels),
                 w.product, kProductPanel);
     for (int i = 0; i < chunk; ++i) {
       pack_keys(p, s, groups[g + i], w.product + i * kGroup * kGroup, w.keys + (g + i) * s.key_panel());
     }
-    gemm<false>(groups + g, chunk, steps, w_uv, weight_panel, kStepK * kGroup, static_cast<int>(s.value_panels),
+    gemm<false>(groups + g, chunk * kGroup, steps, w_uv, weight_panel, kStepK * kGroup, static_cast<int>(s.value_panels),
                 w.product, kProductPanel);
     for (int r = 0; r < chunk * kGroup; r += 2) {
       const int key = g * kGroup + r;
@@ -172,7 +172,7 @@ void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
     const int panels = static_cast<int>(ceil_div(keys, kGroup)), padded = static_cast<int>(round_up(keys, kStepK));
     RowGroup rows[kQueryBlock / kGroup], probabilities[kQueryBlock / kGroup];
     for (int g = 0; g < groups; ++g) rows[g] = {w.q + (row0 + g * kGroup) * s.key_width, s.key_width};
-    gemm<false>(rows, groups, static_cast<int>(s.key_width / kStepK), w.keys + k / kGroup * s.key_panel(),
+    gemm<false>(rows, groups * kGroup, static_cast<int>(s.key_width / kStepK), w.keys + k / kGroup * s.key_panel(),
                 s.key_panel(), kStepK * kGroup, panels, w.scores, kScoreRows * kGroup);
     for (int g = 0; g < groups; ++g) {
       alignas(64) int32_t visible[kGroup];
@@ -185,12 +185,14 @@ void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
       const bool masked = visible[0] < padded;
       const bool grows = softmax_rows(w.scores + g * kGroup * kGroup, kScoreRows * kGroup, padded, visible, masked,
                                       p.scale_log2, w.m + row, w.l + row, alpha, w.p + g * kGroup * kKeys);
-      if (grows && first + k > 0) scale_rows(o + g * kGroup * kGroup, s.value_panels, kQueryBlock * kGroup, alpha);
+      if (grows && first + k > 0) {
+        scale_rows(o + g * kGroup * kGroup, kGroup, s.value_panels, kQueryBlock * kGroup, alpha);
+      }
       probabilities[g] = {w.p + g * kGroup * kKeys, kKeys};
     }
     const bf16* v = w.values + k / kStepK * (s.value_panels * kStepK * kGroup);
     const auto product = first + k == 0 ? gemm<false> : gemm<true>;
-    product(probabilities, groups, padded / kStepK, v, kStepK * kGroup, s.value_panels * kStepK * kGroup,
+    product(probabilities, groups * kGroup, padded / kStepK, v, kStepK * kGroup, s.value_panels * kStepK * kGroup,
             static_cast<int>(s.value_panels), o, kQueryBlock * kGroup, nullptr);
   }
 }
