@@ -49,6 +49,14 @@ def steal_seconds() -> float:
         return 0.0
 
 
+def _huge_pages() -> str | None:
+    """When the kernel grants transparent huge pages (always, madvise, never), None if it does not say."""
+    try:
+        return Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().split("[")[1].split("]")[0]
+    except (OSError, IndexError):
+        return None
+
+
 def machine() -> dict[str, Any]:
     """Facts that a measurement depends on, and ``id``: a short hash of those that stay equal between runs."""
     info = _cpuinfo()
@@ -71,6 +79,7 @@ def machine() -> dict[str, Any]:
         "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu_quota": _cpu_quota(),
         "kernel": platform.release(),
+        "huge_pages": _huge_pages(),
         "python": sys.version.split()[0],
         "load_average": list(os.getloadavg()),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from pathlib import Path
 
 from mla_testing import plots, report
-from mla_testing.bench.common import Options
+from mla_testing.bench.common import HUGE_PAGES, Options
 
 BENCHES = ("decode", "prefill", "bmm", "cache", "step", "amx", "e2e")
 
@@ -49,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     status = 0
     for name in options.bench or BENCHES[:-1]:
+        if name != "e2e":  # there every engine decides for itself
+            os.environ.setdefault(HUGE_PAGES, "1")
         found, its_status = importlib.import_module(f"mla_testing.bench.{name}").run(chosen)
         path = report.write(found, chosen.out)
         report.print_table(found)

@@ -18,7 +18,11 @@ from mla_testing import limits as limits_module
 from mla_testing import report
 from mla_testing.bench.harness import Calibration, Contender, measure
 
-__all__ = ["Context", "Entry", "Options", "Work", "bits", "usable_tiers"]
+__all__ = ["HUGE_PAGES", "Context", "Entry", "Options", "Work", "bits", "usable_tiers"]
+
+
+#: PyTorch reads this at its first tensor: large ones on huge pages then, as under our backend, for all that take part.
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 @dataclass(frozen=True)

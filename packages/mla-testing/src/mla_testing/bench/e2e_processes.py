@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_testing import peers
+from mla_testing.bench.common import HUGE_PAGES
 
 __all__ = ["Contender", "Failure", "Server", "Worker", "contenders"]
 
@@ -64,7 +65,8 @@ def contenders(amx: bool, zentorch: bool) -> list[Contender]:
         theirs = Contender("vllm_amx_mla", {}, alone)
     else:
         theirs = Contender("vllm_amx_mla", {}, {"VLLM_PLUGINS": "mla_testing_forced"}, _FORCED_PLUGIN)
-    ours = Contender("ours", {}, {"VLLM_AMX_MLA_BACKEND": "on"}, _OUR_PLUGIN)
+    # An engine in a process of its own inherits huge pages from the platform; these share one with it.
+    ours = Contender("ours", {}, {"VLLM_AMX_MLA_BACKEND": "on", HUGE_PAGES: "1"}, _OUR_PLUGIN)
     return [ours, theirs, stock]
 
 
@@ -79,6 +81,7 @@ def _metadata(folder: Path, name: str, version: str, entry_points: Mapping[str, 
 def environment(contender: Contender, folder: Path) -> dict[str, str]:
     """The environment of a contender's process; files it needs are put into ``folder``."""
     env = dict(os.environ)
+    env.pop(HUGE_PAGES, None)
     paths = [path for path in sys.path if path] + env.get("PYTHONPATH", "").split(os.pathsep)
     paths.insert(0, str(folder))
     versions = peers.versions()
