@@ -307,5 +307,5 @@ def measure(
             sizes = [sizes[0], sizes[2], 32 * _MIB, sizes[-1]]
         sizes = sorted(set(sizes))
         reads[count] = [(size, best(read_bandwidth, size, count)) for size in sizes]
-        copies[count] = [(size, best(memcpy_bandwidth, size, count)) for size in sizes[:: 1 if quick else 2]]
+        copies[count] = [(size, best(memcpy_bandwidth, size, count)) for size in sizes]
     return Limits(peaks, reads, copies, caches, unavailable)
