@@ -5,7 +5,7 @@
 
 Messages in: the engine's arguments, then jobs {prompts, new_tokens, filled, logprobs}; None ends it. Messages out:
 facts about the engine, then per job {steps: [[seconds, first tokens, further tokens, seconds in attention, seconds
-writing the cache]], tokens, logprobs, waited: part of the time that threads had no CPU, rss_mib}.
+writing the cache]], tokens, logprobs, waited: part of its threads' time that they had no CPU, rss_mib}.
 
 Attention is timed where vLLM enters it, ``MLAAttention.forward_impl``: projections from and to the latent space are
 inside on every backend.
@@ -110,7 +110,7 @@ def main(address: str) -> None:
     while (job := connection.recv()) is not None:
         before, begin = waited(), time.perf_counter()
         outcome = _steps(engine, job, ids, spent)
-        share = (waited() - before) / (time.perf_counter() - begin)
+        share = (waited() - before) / (time.perf_counter() - begin) / torch.get_num_threads()
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)  # engines share the machine: what this one has freed, another may need next
         connection.send({**outcome, "waited": share, "rss_mib": peak_rss_mib()})
