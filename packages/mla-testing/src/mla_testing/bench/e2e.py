@@ -9,8 +9,8 @@ ended (``run_apart``). Prompts are random and never repeat, prefix caching is of
 A prefill sample lasts until every request of the batch has its first token. Decode jobs start from contexts that count
 as computed (``e2e_vllm.FilledContext``); their figures are of the steps after the first. Attention is timed where vLLM
 enters it, and set beside our operators alone on the same shapes. Samples in which the engine waited for a CPU, or a
-hypervisor took it away, for more than a tenth of its CPUs' time do not count. Greedy tokens of real prompts are compared
-wherever the other's two likeliest tokens are further apart than ``agreement.MARGIN``.
+hypervisor took it away, for more than a tenth of its CPUs' time do not count. Greedy tokens of real prompts are
+compared wherever the other's two likeliest tokens are further apart than ``agreement.MARGIN``.
 
 What fails (an engine, a job, a server) is written into the report, the rest is measured all the same.
 
