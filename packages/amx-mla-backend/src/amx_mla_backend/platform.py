@@ -130,8 +130,8 @@ def _avoid_rotary_embedding_op(vllm_config: VllmConfig) -> None:
 def _ask_for_huge_pages() -> None:
     """Weights and cache on huge pages, where the kernel grants them, unless the user decided otherwise.
 
-    A decode step reads all of both, and otherwise misses the TLB every 4 KB. PyTorch's allocator reads the variable
-    before its first large allocation; the engine's process starts after this one and inherits it.
+    A decode step reads all of both, and otherwise misses the TLB every 4 KB. PyTorch reads the variable at its
+    first tensor; the engine's process starts after this one has decided, and inherits it.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
