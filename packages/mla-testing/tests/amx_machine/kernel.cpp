@@ -36,8 +36,8 @@ int main() {
       memset(c, 0xee, sizeof c);
       {
         TileScope tiles;
-        gemm<false>(rows, groups, kSteps, b[0][0][0], kPanel, kStep, panels, c[0][0], kOut);
-        gemm<true>(rows, groups, kSteps, b[0][0][0], kPanel, kStep, panels, c[0][0], kOut);
+        gemm<false>(rows, groups * kGroup, kSteps, b[0][0][0], kPanel, kStep, panels, c[0][0], kOut);
+        gemm<true>(rows, groups * kGroup, kSteps, b[0][0][0], kPanel, kStep, panels, c[0][0], kOut);
       }
       for (int p = 0; p < panels; ++p)
         for (int m = 0; m < groups * kGroup; ++m)
