@@ -99,8 +99,8 @@ MUTANTS = (
     Mutant(
         "output not rescaled when the maximum grows",
         "ops/attention/attention-inl.h",
-        "if (grows && first > begin) scale_rows",
-        "if (grows && first > begin + kKeys) scale_rows",
+        "if (grows && first > begin) {",
+        "if (grows && first > begin + kKeys) {",
         ATTENTION,
     ),
     Mutant(
