@@ -52,12 +52,14 @@ extern "C" amxk_code amxk_plan_attention(const amxk_tensor* plan, int64_t* plan_
   if (requests == nullptr) return fail(error, AMXK_INTERNAL, "plan_attention: no memory for scratch");
   read_requests(c, seq_lens, query_start_loc, num_tokens, requests);
   if (!c.ok()) return c.code();
+  const OpTable* ops = current_ops(error);
+  if (ops == nullptr) return AMXK_UNSUPPORTED;
   const int64_t size = plan_size(requests, n, num_heads, num_threads);
   if (plan != nullptr) {
     c.output(plan, "plan", AMXK_I64, 1);
     if (c.ok()) c.size(plan, "plan", 0, size, "what these lengths need");
     if (!c.ok()) return c.code();
-    plan_build(static_cast<int64_t*>(plan->data), requests, n, num_heads, num_threads);
+    plan_build(static_cast<int64_t*>(plan->data), requests, n, num_heads, num_threads, ops->item_keys);
   }
   *plan_elements = size;
   return AMXK_OK;
@@ -92,6 +94,8 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
   if (c.ok() && plan != nullptr) check_plan(c, plan, requests, n, heads);
   if (!c.ok()) return c.code();
 
+  const OpTable* ops = current_ops(error);
+  if (ops == nullptr) return AMXK_UNSUPPORTED;
   const int64_t* planned = plan != nullptr ? static_cast<const int64_t*>(plan->data) : nullptr;
   if (planned == nullptr || plan_view(planned).header->num_threads != pool.num_threads) {
     // No plan, or the number of threads has changed since: plan here, behind the requests in the same scratch.
@@ -103,12 +107,10 @@ extern "C" amxk_code amxk_attention(const amxk_tensor* out, const amxk_tensor* l
     requests = reinterpret_cast<Request*>(memory);
     read_requests(c, seq_lens, query_start_loc, tokens, requests);  // growing may have moved the buffer
     int64_t* own = reinterpret_cast<int64_t*>(memory + request_bytes);
-    plan_build(own, requests, n, heads, pool.num_threads);
+    plan_build(own, requests, n, heads, pool.num_threads, ops->item_keys);
     planned = own;
   }
 
-  const OpTable* ops = current_ops(error);
-  if (ops == nullptr) return AMXK_UNSUPPORTED;
   AttentionParams p = {};
   fill_step(p, step, latent, scale, pool);
   p.q_latent = static_cast<const bf16*>(q_latent->data);

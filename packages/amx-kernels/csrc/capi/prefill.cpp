@@ -2,7 +2,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "base/registry.h"
 #include "base/scratch.h"
 #include "capi/step.h"
 #include "ops/dispatch.h"
@@ -77,15 +76,12 @@ extern "C" amxk_code amxk_prefill_decompressed(int64_t query, int64_t keys, int*
     return c.code();
   }
   // Multiply-accumulates per head at R = 512, N = E = 128, P = 64; pairs: (query, key) pairs of the causal triangle.
-  // The absorbed side also pays W_UK and W_UV for each query. expand: what a multiply-accumulate of the expansion costs
-  // beside one of attention, where the two forms were seen to take as long at 1024 to 8192 keys: 128 queries with tiles
-  // (attention there is bound by its softmax), 150 with vectors.
+  // The absorbed side also pays W_UK and W_UV for each query.
   constexpr double kAbsorbed = 1088, kDecompressed = 320, kPerToken = 131072;
-  const int tier = current_tier(error);
-  if (tier < 0) return AMXK_UNSUPPORTED;
-  const double expand = tier == AMXK_TIER_AMXBF16 ? 0.75 : 0.9;
+  const OpTable* ops = current_ops(error);
+  if (ops == nullptr) return AMXK_UNSUPPORTED;
   const double q = static_cast<double>(query), l = static_cast<double>(keys);
   const double pairs = q * (l - 0.5 * (q - 1));
-  *decompressed = kDecompressed * pairs + expand * kPerToken * l < kAbsorbed * pairs + kPerToken * q;
+  *decompressed = kDecompressed * pairs + ops->expand * kPerToken * l < kAbsorbed * pairs + kPerToken * q;
   return AMXK_OK;
 }

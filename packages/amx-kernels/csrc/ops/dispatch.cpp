@@ -11,7 +11,8 @@ namespace amxk {
   extern const BmmFunction kBmm_##tier;                    \
   extern const PackFunction kPack_##tier;                  \
   extern const PrefillFunction kPrefill_##tier;
-#define AMXK_ROW(tier) {kAttention_##tier, kBmm_##tier, kPack_##tier, kPrefill_##tier}
+#define AMXK_ROW(tier, item_keys, expand) \
+  {kAttention_##tier, kBmm_##tier, kPack_##tier, kPrefill_##tier, item_keys, expand}
 
 AMXK_DECLARE_TIER(portable)
 #ifdef AMXK_HAVE_AVX2
@@ -29,24 +30,24 @@ AMXK_DECLARE_TIER(amxbf16)
 
 const OpTable* current_ops(amxk_error* error) noexcept {
   static const OpTable tables[AMXK_NUM_TIERS] = {
-      AMXK_ROW(portable),
+      AMXK_ROW(portable, 5, 0.9),
 #ifdef AMXK_HAVE_AVX2
-      AMXK_ROW(avx2),
+      AMXK_ROW(avx2, 5, 0.9),
 #else
       {},
 #endif
 #ifdef AMXK_HAVE_AVX512
-      AMXK_ROW(avx512),
+      AMXK_ROW(avx512, 12, 0.9),
 #else
       {},
 #endif
 #ifdef AMXK_HAVE_AVX512BF16
-      AMXK_ROW(avx512bf16),
+      AMXK_ROW(avx512bf16, 24, 0.9),
 #else
       {},
 #endif
 #ifdef AMXK_HAVE_AMXBF16
-      AMXK_ROW(amxbf16),
+      AMXK_ROW(amxbf16, 24, 0.75),
 #else
       {},
 #endif

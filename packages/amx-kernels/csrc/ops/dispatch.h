@@ -13,6 +13,11 @@ struct OpTable {
   BmmFunction bmm;
   PackFunction pack;
   PrefillFunction prefill;
+  // Measured costs. item_keys: what an item of the plan costs beside its keys (queries to pack, results to merge and to
+  // write, memory still cold), in keys. expand: what a multiply-accumulate of decompressed prefill's expansion costs
+  // beside one of its attention.
+  int item_keys;
+  double expand;
 };
 
 // The row of the tier in use; nullptr, with the reason in error, if that tier cannot be resolved.

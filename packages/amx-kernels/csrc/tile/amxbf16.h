@@ -100,6 +100,9 @@ static __attribute__((noinline)) void gemm(const RowGroup* a, int rows, int k_st
 // stands in every other 16-bit lane, so that each product picks the even or the odd columns. Half of the multiplications
 // are by zero; 1600 instead of 1088 TMUL cycles for 32 keys, and no vector work at all.
 #define AMXK_VALUES_IN_PLACE
+#define AMXK_SPREAD_PROBABILITIES
+constexpr int kInPlaceGroups = 1;
+AMXK_INLINE int64_t in_place_steps(int64_t, int, int64_t) { return 0; }
 
 // Bytes of P in this form: an even and an odd tile for each group of 16 keys.
 constexpr int64_t kSpreadGroup = 2 * kGroup * kStepK;  // elements
@@ -155,16 +158,17 @@ AMXK_INLINE void values_in_place(const bf16* spread, const RowGroup* v, int grou
   });
 }
 
+// p: spread. fetch: rows to fetch meanwhile, the same columns as are multiplied.
 template <bool kAccumulate>
-static __attribute__((noinline)) void gemm_values_in_place(const bf16* spread, const RowGroup* v, int groups,
-                                                           int64_t panels, const RowGroup* next, int num_next, float* c,
-                                                           int64_t c_panel) {
+static __attribute__((noinline)) void gemm_values_in_place(RowGroup p, int, const RowGroup* v, int groups,
+                                                           int64_t panels, float* c, int64_t c_panel, Fetch fetch) {
+  const int num_next = static_cast<int>(ceil_div(fetch.rows, kGroup));
   int64_t n = 0;
   for (; n + 4 <= panels; n += 4) {
-    values_in_place<kAccumulate, 2>(spread, v, groups, n * kGroup, next, num_next, c + n * c_panel, c_panel);
+    values_in_place<kAccumulate, 2>(p.row, v, groups, n * kGroup, fetch.groups, num_next, c + n * c_panel, c_panel);
   }
   for (; n < panels; n += 2) {
-    values_in_place<kAccumulate, 1>(spread, v, groups, n * kGroup, next, num_next, c + n * c_panel, c_panel);
+    values_in_place<kAccumulate, 1>(p.row, v, groups, n * kGroup, fetch.groups, num_next, c + n * c_panel, c_panel);
   }
 }
 

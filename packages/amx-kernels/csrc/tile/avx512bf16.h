@@ -4,7 +4,8 @@
 //   instruction                   per cycle  latency
 //   VDPBF16PS zmm, zmm, m32{1to16}    2         6     (Zen5; Zen4: 1; Golden Cove: 1/2, there the avx512 tier wins)
 //
-// 4 rows x 4 panels: 16 accumulators, 8 loads for 16 products; with one panel 16 rows, broadcasts embedded in the product.
+// 4 rows x 4 panels: 16 accumulators, 8 loads for 16 products; with one panel 16 rows, 17 loads; values in place 8 rows x 2
+// panels, 10 loads, two shifts and two blends.
 #pragma once
 
 #define AMXK_NATIVE_BF16
@@ -27,9 +28,36 @@ AMXK_INLINE Acc acc_zero() { return vset(0.0f); }
 AMXK_INLINE Acc acc_load(const float* p) { return vload(p); }
 AMXK_INLINE void acc_store(float* p, Acc a) { vstore(p, a); }
 AMXK_INLINE BPair b_load(const bf16* p) { return _mm512_loadu_si512(p); }
-AMXK_INLINE Acc mac(Acc acc, const APrepared& a, int m, int j, BPair b) {
+
+// Columns 2c and 2c + 1 of two rows, c = 0 ... 15: pairs for the panel of even columns and for that of odd ones. A shift
+// and a blend each, all within their words.
+AMXK_INLINE void pair_rows(const bf16* row0, const bf16* row1, BPair* pairs) {
+  const __m512i a = _mm512_loadu_si512(row0);
+  const __m512i b = _mm512_loadu_si512(row1);
+  pairs[0] = _mm512_mask_blend_epi16(0xaaaaaaaa, a, _mm512_slli_epi32(b, 16));
+  pairs[1] = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
+}
+
+// Rows of A as a register block reads them, pair by pair. A pointer for every four rows, and 0 to 3 strides from it: for
+// 16 offsets there are not enough registers, and GCC would keep them in vector registers, a move for every row.
+template <int MR>
+struct ARows {
+  const bf16* four[ceil_div(MR, 4)];
+  int64_t stride;
+
+  inline __attribute__((always_inline)) void start(const APrepared& a, int first) {
+    stride = a.stride;
+    for (int i = 0; i < ceil_div(MR, 4); ++i) four[i] = a.row + (first + 4 * i) * stride;
+  }
+  inline __attribute__((always_inline)) void next() {
+    for (const bf16*& row : four) row += 2;
+  }
+};
+
+template <int MR>
+AMXK_INLINE Acc mac(Acc acc, const ARows<MR>& a, int m, BPair b) {
   int32_t pair;
-  memcpy(&pair, a.row + m * a.stride + 2 * j, sizeof pair);
+  memcpy(&pair, a.four[m / 4] + m % 4 * a.stride, sizeof pair);
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(b), reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)));
 }
 
@@ -38,3 +66,5 @@ AMXK_INLINE Acc mac(Acc acc, const APrepared& a, int m, int j, BPair b) {
 }  // namespace amxk
 
 #include "tile/vector_gemm-inl.h"
+
+#include "tile/in_place-inl.h"

@@ -10,9 +10,9 @@
 //
 // Sums run over k in one order for every shape, so a row's result does not depend on its neighbours.
 //
-// The including tier supplies Acc, BPair, APrepared and: acc_zero, acc_load, acc_store, b_load, prepare, mac, how many
-// steps of k go together (kChunkSteps), and the register blocks kRows[panels] (rows per block when 1, 2 or 3 panels are
-// processed together), kMaxPanels.
+// The including tier supplies Acc, BPair, APrepared, ARows and: acc_zero, acc_load, acc_store, b_load, prepare, mac, how
+// many steps of k go together (kChunkSteps), and the register blocks kRows[panels - 1] (rows per block when 1, 2 or 4
+// panels are processed together), kMaxPanels.
 #pragma once
 
 #include "tile/fetch-inl.h"
@@ -30,16 +30,18 @@ AMXK_INLINE void gemm_block(const APrepared& a, int row, int k_steps, const bf16
 #pragma GCC unroll 4
     for (int n = 0; n < NR; ++n) acc[m][n] = kAccumulate ? acc_load(c + n * c_panel + m * kGroup) : acc_zero();
   }
+  ARows<MR> rows;
+  rows.start(a, row);
   for (int k = 0; k < k_steps; ++k, b += b_step) {
     fetch_step(fetch);
-    for (int j = 0; j < kStepK / 2; ++j) {
+    for (int j = 0; j < kStepK / 2; ++j, rows.next()) {
       BPair bj[NR];
 #pragma GCC unroll 4
       for (int n = 0; n < NR; ++n) bj[n] = b_load(b + n * b_panel + j * 2 * kGroup);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; ++n) acc[m][n] = mac(acc[m][n], a, row + m, k * (kStepK / 2) + j, bj[n]);
+        for (int n = 0; n < NR; ++n) acc[m][n] = mac(acc[m][n], rows, m, bj[n]);
       }
     }
   }

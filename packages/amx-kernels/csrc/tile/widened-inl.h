@@ -27,8 +27,18 @@ AMXK_INLINE void prepare(RowGroup group, int k, APrepared& a) {
   }
 }
 
-AMXK_INLINE Acc mac(Acc acc, const APrepared& a, int m, int j, BPair b) {
-  const float* row = a.rows + m * kWidenedStride + j;
+// Rows of A as a register block reads them, pair by pair.
+template <int MR>
+struct ARows {
+  const float* row;
+
+  inline __attribute__((always_inline)) void start(const APrepared& a, int first) { row = a.rows + first * kWidenedStride; }
+  inline __attribute__((always_inline)) void next() { ++row; }
+};
+
+template <int MR>
+AMXK_INLINE Acc mac(Acc acc, const ARows<MR>& a, int m, BPair b) {
+  const float* row = a.row + m * kWidenedStride;
   return multiply_pair(acc, row[0], row[kOdd], b);
 }
 

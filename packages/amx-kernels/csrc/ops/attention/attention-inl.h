@@ -3,12 +3,13 @@
 //
 //   S^T = K Q^T        keys x rows; K is read as it lies in the cache, Q is packed once per unit
 //   P = 2^(c S - m)    rows sit in lanes, so maximum and sum run vertically; m is the running reference maximum
-//   O = P V            V is the first R columns of K; row pairs are interleaved once per key block for all rows
+//   O = P V            V is the first R columns of K; row pairs are interleaved in registers, or once per key block
 //
 // Rows are (token, head) pairs: all heads and all query tokens of a unit share one pass over the keys, so the cache is
-// read from memory once. Keys go in blocks of kKeys: K (295 KB at 576 columns), S, P and O stay in L2. V is interleaved
-// kValuePanels panels at a time into 32 KB that L1 keeps while all rows use it. The next block's rows are fetched during
-// P V: row by row within its products, or, with tiles, the same columns between them.
+// read from memory once. Keys go in blocks of kKeys: K (295 KB at 576 columns), S, P and O stay in L2. Where V is not read
+// in place (AVX2, portable; more than a tile of rows with AMX), kValuePanels panels at a time go interleaved into 32 KB that
+// L1 keeps while all rows use it. The next block's rows are fetched during P V: row by row within its products, or, with
+// tiles, the same columns between them.
 //
 // Invariants: keys at or past a row's limit are masked by selection, never by multiplication; groups with dead rows are
 // copied and their dead rows zeroed, so nothing outside live rows is ever an operand; m grows only when it must (by more
@@ -106,11 +107,23 @@ struct Worker {
   }
 };
 
-// Queries of a unit, latent part and rope part side by side; rows past the last are zero.
+// Queries of a unit, latent part and rope part side by side; rows past the last are zero. A group whose rows lie at one
+// stride is packed from where it lies, others from a copy.
 void pack_queries(const AttentionParams& p, const Shape& s, const Unit& u, bf16* staging, bf16* q) {
   const int64_t token = p.plan.requests[u.request].first_token + u.first_token;
   const int64_t rows = u.tokens * p.heads;
+  const bool whole_steps = p.cache.latent % kStepK == 0 && p.cache.rope % kStepK == 0;
+  const bool even = p.q_latent_head % 2 == 0 && p.q_pe_head % 2 == 0;
   for (int64_t first = 0; first < rows; first += kGroup) {
+    bf16* panel = q + first / kGroup * s.q_panel();
+    const int64_t h0 = first % p.heads;
+    if (whole_steps && even && h0 + kGroup <= p.heads) {
+      const int64_t t = token + first / p.heads;
+      pack_panel(p.q_latent + t * p.q_latent_token + h0 * p.q_latent_head, p.q_latent_head, p.cache.latent / kStepK, panel);
+      pack_panel(p.q_pe + t * p.q_pe_token + h0 * p.q_pe_head, p.q_pe_head, p.cache.rope / kStepK,
+                 panel + p.cache.latent * kGroup);
+      continue;
+    }
     memset(staging, 0, static_cast<size_t>(kGroup * s.width) * sizeof(bf16));
     for (int64_t r = first; r < min<int64_t>(first + kGroup, rows); ++r) {
       const int64_t t = token + r / p.heads, h = r % p.heads;
@@ -118,7 +131,7 @@ void pack_queries(const AttentionParams& p, const Shape& s, const Unit& u, bf16*
       memcpy(row, p.q_latent + t * p.q_latent_token + h * p.q_latent_head, p.cache.latent * sizeof(bf16));
       memcpy(row + p.cache.latent, p.q_pe + t * p.q_pe_token + h * p.q_pe_head, p.cache.rope * sizeof(bf16));
     }
-    pack_panel(staging, s.width, s.width_steps, q + first / kGroup * s.q_panel());
+    pack_panel(staging, s.width, s.width_steps, panel);
   }
 }
 
@@ -176,8 +189,7 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
   if (begin >= end) locate(p, s, after, w.current, w);
   const int steps_q = static_cast<int>(s.width_steps);
 #ifdef AMXK_VALUES_IN_PLACE
-  // A B tile spans 32 columns: the last one of R must not reach past the end of a row.
-  const bool in_place = groups_q == 1 && s.panels * kGroup <= s.width;
+  const bool in_place = groups_q <= kInPlaceGroups;
 #else
   const bool in_place = false;
 #endif
@@ -188,7 +200,7 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
     const int64_t left = end - first - kKeys;
     locate(p, s, left > 0 ? Range{u.request, first + kKeys, min<int64_t>(kKeys, left)} : after, w.current ^ 1, w);
     // Between products, fetching every block costs more than it gains where the cache lies in DRAM.
-    const int fetched = !kFetchInProduct && left > 0 ? next.num_groups : 0;
+    const int fetched = kFetchInProduct || left > 0 ? next.keys : 0;
     gemm<false>(block.groups, block.num_groups * kGroup, steps_q, w.q, s.q_panel(), kStepK * kGroup, groups_q, w.s,
                 s.s_panel());
 
@@ -212,15 +224,18 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
 #ifdef AMXK_VALUES_IN_PLACE
     if (in_place) {
       const auto product = first == begin ? gemm_values_in_place<false> : gemm_values_in_place<true>;
-      product(w.p, block.groups, block.num_groups, s.panels, next.groups, fetched, state.o, s.o_panel());
+      const int64_t steps = in_place_steps(rows, block.num_groups, s.panels);
+      product({w.p, kKeys}, static_cast<int>(rows), block.groups, block.num_groups, s.panels, state.o, s.o_panel(),
+              fetch_rows(next.groups, fetched, s.width, steps));
       continue;
     }
 #endif
     const int64_t steps = s.panels / kValuePanels * product_steps(rows, padded / kStepK, kValuePanels);
-    Fetch fetch = fetch_rows(next.groups, next.keys, s.width, steps);
+    Fetch fetch = fetch_rows(next.groups, fetched, s.width, steps);
+    const int between = kFetchInProduct ? 0 : static_cast<int>(ceil_div(fetched, kGroup));
     for (int64_t n = 0; n < s.panels; n += kValuePanels) {
       const int panels = static_cast<int>(min<int64_t>(kValuePanels, s.panels - n));
-      interleave_values(p, block.groups, block.num_groups, padded, n / 2, panels / 2, next.groups, fetched, w.v);
+      interleave_values(p, block.groups, block.num_groups, padded, n / 2, panels / 2, next.groups, between, w.v);
       // Rows in chunks, because a unit of one token may have more heads than kMaxRows.
       for (int g = 0; g < groups_q; g += kMaxRows / kGroup) {
         const int chunk = min(groups_q - g, kMaxRows / kGroup);

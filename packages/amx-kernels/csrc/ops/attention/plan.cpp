@@ -21,12 +21,10 @@ int64_t split_length(const Request& r, int64_t keys, int64_t heads) {
   return max<int64_t>(64, round_up(ceil_div(keys, splits), 64));
 }
 
-// In units of one row x one key: 24 rows' worth per key for reading it; per row as much as 16 keys for packing its query,
-// merging and writing it (measured: 2 to 20 keys on the vector tiers, more with tiles).
-int64_t item_cost(const Unit& u, int64_t split, int64_t heads) {
+// In units of one row x one key; reading a key costs as much as 24 rows of work on it.
+int64_t item_cost(const Unit& u, int64_t split, int64_t heads, int item_keys) {
   const int64_t keys = max<int64_t>(0, min(u.split_keys, u.keys - split * u.split_keys));
-  const int64_t rows = round_up(u.tokens * heads, kGroup);
-  return keys * (rows + 24) + 16 * rows;
+  return (keys + item_keys) * (round_up(u.tokens * heads, kGroup) + 24);
 }
 
 }  // namespace
@@ -37,8 +35,8 @@ int64_t plan_size(const Request* requests, int64_t num_requests, int64_t num_hea
   return kHeaderWords + num_requests * kRequestWords + units * kUnitWords + num_threads + 1;
 }
 
-void plan_build(int64_t* memory, const Request* requests, int64_t num_requests, int64_t num_heads,
-                int num_threads) noexcept {
+void plan_build(int64_t* memory, const Request* requests, int64_t num_requests, int64_t num_heads, int num_threads,
+                int item_keys) noexcept {
   PlanHeader& h = *reinterpret_cast<PlanHeader*>(memory);
   h = {};
   h.magic = kPlanMagic;
@@ -64,7 +62,7 @@ void plan_build(int64_t* memory, const Request* requests, int64_t num_requests, 
       u.slot = u.straddle = -1;
       h.num_items += unit_splits(u);
       h.max_rows = max(h.max_rows, u.tokens * num_heads);
-      for (int64_t s = 0; s < unit_splits(u); ++s) total_cost += static_cast<double>(item_cost(u, s, num_heads));
+      for (int64_t s = 0; s < unit_splits(u); ++s) total_cost += static_cast<double>(item_cost(u, s, num_heads, item_keys));
     }
   }
 
@@ -77,7 +75,7 @@ void plan_build(int64_t* memory, const Request* requests, int64_t num_requests, 
     Unit& u = unit[i];
     int first_thread = 0;
     for (int64_t s = 0; s < unit_splits(u); ++s) {
-      const double c = static_cast<double>(item_cost(u, s, num_heads));
+      const double c = static_cast<double>(item_cost(u, s, num_heads, item_keys));
       const double middle = (cost + 0.5 * c) / total_cost;
       const int owner = min(num_threads - 1, static_cast<int>(middle * num_threads));
       while (thread < owner) bounds[++thread] = u.first_item + s;

@@ -56,9 +56,9 @@ AMXK_INLINE int64_t unit_splits(const Unit& u) { return u.keys > 0 ? ceil_div(u.
 // int64 a plan for these requests needs.
 int64_t plan_size(const Request* requests, int64_t num_requests, int64_t num_heads, int num_threads) noexcept;
 
-// Writes the plan to memory of plan_size(...) int64.
-void plan_build(int64_t* memory, const Request* requests, int64_t num_requests, int64_t num_heads,
-                int num_threads) noexcept;
+// Writes the plan to memory of plan_size(...) int64. item_keys: see OpTable; it moves work between threads, no result.
+void plan_build(int64_t* memory, const Request* requests, int64_t num_requests, int64_t num_heads, int num_threads,
+                int item_keys) noexcept;
 
 PlanView plan_view(const int64_t* memory) noexcept;
 

@@ -64,7 +64,7 @@ bool softmax_panel(float* scores, int padded, const int32_t* limit, bool masked,
   V sum = vset(0.0f), sum1 = sum;
   alignas(64) uint32_t pairs[16 * 16];
   for (int k = 0; k < padded; k += 2 * kGroup) {
-#ifdef AMXK_VALUES_IN_PLACE
+#ifdef AMXK_SPREAD_PROBABILITIES
     if (spread) {
       float* block = scores + k * kGroup;
       for (int i = 0; i < 2 * kGroup; i += 2) {
