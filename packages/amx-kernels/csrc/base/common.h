@@ -8,7 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#define AMXK_INLINE static inline __attribute__((always_inline))
+#define AMXK_INLINE_MEMBER inline __attribute__((always_inline))
+#define AMXK_INLINE static AMXK_INLINE_MEMBER
 
 namespace amxk {
 

@@ -84,14 +84,18 @@ AMXK_INLINE void transpose16(const uint32_t* src, int64_t src_stride, uint32_t* 
 }
 
 // Thirty-two columns of two rows become one line of row pairs in each of two panels: the even columns in the first, the
-// odd ones in the second. store32 puts such panels back in order.
+// odd ones in the second. store32 puts such panels back in order. By words of two columns, which compilers vectorise.
 AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* even, bf16* odd) {
+  uint32_t a[16], b[16];
+  memcpy(a, row0, sizeof a);
+  memcpy(b, row1, sizeof b);
   for (int i = 0; i < 16; ++i) {
-    even[2 * i] = row0[2 * i];
-    even[2 * i + 1] = row1[2 * i];
-    odd[2 * i] = row0[2 * i + 1];
-    odd[2 * i + 1] = row1[2 * i + 1];
+    const uint32_t first = (a[i] & 0xffffu) | b[i] << 16, second = a[i] >> 16 | (b[i] & 0xffff0000u);
+    a[i] = first;
+    b[i] = second;
   }
+  memcpy(even, a, sizeof a);
+  memcpy(odd, b, sizeof b);
 }
 
 AMXK_INLINE void store32(bf16* dst, V even, V odd) {

@@ -37,6 +37,4 @@ AMXK_INLINE void widen_row(const bf16* row, int k, float* even, float* odd) {
 }  // namespace AMXK_TIER
 }  // namespace amxk
 
-#include "tile/widened-inl.h"
-
 #include "tile/vector_gemm-inl.h"

@@ -42,8 +42,6 @@ AMXK_INLINE void widen_row(const bf16* row, int k, float* even, float* odd) {
 }  // namespace AMXK_TIER
 }  // namespace amxk
 
-#include "tile/widened-inl.h"
-
 #include "tile/vector_gemm-inl.h"
 
 #include "tile/in_place-inl.h"

@@ -16,6 +16,7 @@ namespace AMXK_TIER {
 namespace {
 
 using Acc = V;
+constexpr int kAccRows = 1;
 using BPair = __m512i;
 using APrepared = RowGroup;
 
@@ -45,11 +46,11 @@ struct ARows {
   const bf16* four[ceil_div(MR, 4)];
   int64_t stride;
 
-  inline __attribute__((always_inline)) void start(const APrepared& a, int first) {
+  AMXK_INLINE_MEMBER void start(const APrepared& a, int first) {
     stride = a.stride;
     for (int i = 0; i < ceil_div(MR, 4); ++i) four[i] = a.row + (first + 4 * i) * stride;
   }
-  inline __attribute__((always_inline)) void next() {
+  AMXK_INLINE_MEMBER void next() {
     for (const bf16*& row : four) row += 2;
   }
 };

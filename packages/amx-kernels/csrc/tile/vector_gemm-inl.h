@@ -10,9 +10,9 @@
 //
 // Sums run over k in one order for every shape, so a row's result does not depend on its neighbours.
 //
-// The including tier supplies Acc, BPair, APrepared, ARows and: acc_zero, acc_load, acc_store, b_load, prepare, mac, how
-// many steps of k go together (kChunkSteps), and the register blocks kRows[panels - 1] (rows per block when 1, 2 or 4
-// panels are processed together), kMaxPanels.
+// The including tier supplies Acc (of kAccRows rows), BPair, APrepared, ARows and: acc_zero, acc_load, acc_store, b_load,
+// prepare, mac, how many steps of k go together (kChunkSteps), and the register blocks kRows[panels - 1] (rows per block
+// when 1, 2 or 4 panels are processed together), kMaxPanels.
 #pragma once
 
 #include "tile/fetch-inl.h"
@@ -24,11 +24,12 @@ namespace {
 template <bool kAccumulate, int MR, int NR>
 AMXK_INLINE void gemm_block(const APrepared& a, int row, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step,
                             float* c, int64_t c_panel, Fetch& fetch) {
-  Acc acc[MR][NR];
+  constexpr int MA = MR / kAccRows;
+  Acc acc[MA][NR];
 #pragma GCC unroll 16
-  for (int m = 0; m < MR; ++m) {
+  for (int m = 0; m < MA; ++m) {
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) acc[m][n] = kAccumulate ? acc_load(c + n * c_panel + m * kGroup) : acc_zero();
+    for (int n = 0; n < NR; ++n) acc[m][n] = kAccumulate ? acc_load(c + n * c_panel + m * kAccRows * kGroup) : acc_zero();
   }
   ARows<MR> rows;
   rows.start(a, row);
@@ -39,16 +40,16 @@ AMXK_INLINE void gemm_block(const APrepared& a, int row, int k_steps, const bf16
 #pragma GCC unroll 4
       for (int n = 0; n < NR; ++n) bj[n] = b_load(b + n * b_panel + j * 2 * kGroup);
 #pragma GCC unroll 16
-      for (int m = 0; m < MR; ++m) {
+      for (int m = 0; m < MA; ++m) {
 #pragma GCC unroll 4
         for (int n = 0; n < NR; ++n) acc[m][n] = mac(acc[m][n], rows, m, bj[n]);
       }
     }
   }
 #pragma GCC unroll 16
-  for (int m = 0; m < MR; ++m) {
+  for (int m = 0; m < MA; ++m) {
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) acc_store(c + n * c_panel + m * kGroup, acc[m][n]);
+    for (int n = 0; n < NR; ++n) acc_store(c + n * c_panel + m * kAccRows * kGroup, acc[m][n]);
   }
 }
 

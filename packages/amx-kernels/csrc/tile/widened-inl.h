@@ -2,7 +2,7 @@
 // Operands of the tiers that multiply in fp32: a group of A rows is widened once and then broadcast from
 // memory; B pairs are split into even and odd rows in registers (a bf16 in the upper half of a word is that fp32). A's
 // pairs are split in the same way, a shift and a mask and no shuffle: the even elements of a row, then the odd ones.
-// The including tier supplies Acc, BPair, multiply_pair and widen_row.
+// The including tier supplies widen_row.
 #pragma once
 
 namespace amxk {
@@ -15,6 +15,8 @@ namespace {
 constexpr int kChunkSteps = 8;
 constexpr int64_t kOdd = kChunkSteps * kStepK / 2;
 constexpr int64_t kWidenedStride = kChunkSteps * kStepK + 16;
+
+AMXK_INLINE void widen_row(const bf16* row, int k, float* even, float* odd);
 
 struct APrepared {
   alignas(64) float rows[kGroup * kWidenedStride];
@@ -32,15 +34,9 @@ template <int MR>
 struct ARows {
   const float* row;
 
-  inline __attribute__((always_inline)) void start(const APrepared& a, int first) { row = a.rows + first * kWidenedStride; }
-  inline __attribute__((always_inline)) void next() { ++row; }
+  AMXK_INLINE_MEMBER void start(const APrepared& a, int first) { row = a.rows + first * kWidenedStride; }
+  AMXK_INLINE_MEMBER void next() { ++row; }
 };
-
-template <int MR>
-AMXK_INLINE Acc mac(Acc acc, const ARows<MR>& a, int m, BPair b) {
-  const float* row = a.row + m * kWidenedStride;
-  return multiply_pair(acc, row[0], row[kOdd], b);
-}
 
 }  // namespace
 }  // namespace AMXK_TIER
