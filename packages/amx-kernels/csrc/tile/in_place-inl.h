@@ -18,16 +18,16 @@ AMXK_INLINE int64_t in_place_steps(int64_t rows, int groups, int64_t panels) {
 }
 
 // Columns [first, first + 32) of all groups for one register block of rows.
-template <bool kAccumulate>
+template <bool kAccumulate, int MR>
 AMXK_INLINE void in_place_block(const APrepared& p, int row, const RowGroup* v, int groups, int64_t first, float* c,
                                 int64_t c_panel, Fetch& fetch) {
-  Acc acc[kInPlaceRows][2];
+  Acc acc[MR][2];
 #pragma GCC unroll 16
-  for (int m = 0; m < kInPlaceRows; ++m) {
+  for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) acc[m][n] = kAccumulate ? acc_load(c + n * c_panel + m * kGroup) : acc_zero();
   }
-  ARows<kInPlaceRows> rows;
+  ARows<MR> rows;
   rows.start(p, row);
   for (int g = 0; g < groups; ++g) {
     fetch_step(fetch);
@@ -37,16 +37,28 @@ AMXK_INLINE void in_place_block(const APrepared& p, int row, const RowGroup* v, 
       BPair pairs[2];
       pair_rows(key, key + stride, pairs);
 #pragma GCC unroll 16
-      for (int m = 0; m < kInPlaceRows; ++m) {
+      for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 2
         for (int n = 0; n < 2; ++n) acc[m][n] = mac(acc[m][n], rows, m, pairs[n]);
       }
     }
   }
 #pragma GCC unroll 16
-  for (int m = 0; m < kInPlaceRows; ++m) {
+  for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) acc_store(c + n * c_panel + m * kGroup, acc[m][n]);
+  }
+}
+
+// Rows from m on, in blocks as in gemm_panels.
+template <bool kAccumulate, int MR>
+AMXK_INLINE void in_place_rows(const APrepared& p, int m, int rows, const RowGroup* v, int groups, int64_t first, float* c,
+                               int64_t c_panel, Fetch& fetch) {
+  for (; m + MR / 2 < rows; m += MR) {
+    in_place_block<kAccumulate, MR>(p, m, v, groups, first, c + m * kGroup, c_panel, fetch);
+  }
+  if constexpr (MR > 1) {
+    if (m < rows) in_place_rows<kAccumulate, MR / 2>(p, m, rows, v, groups, first, c, c_panel, fetch);
   }
 }
 
@@ -59,9 +71,8 @@ static __attribute__((noinline)) void gemm_values_in_place(RowGroup p, int rows,
   for (; rows > 0; rows -= kGroup, p.row += kGroup * p.stride, c += kGroup * kGroup) {
     prepare(p, static_cast<int>(round_up(groups * kGroup, kStepK)), prepared);
     for (int64_t n = 0; n < panels; n += 2) {
-      for (int m = 0; m < min(rows, kGroup); m += kInPlaceRows) {
-        in_place_block<kAccumulate>(prepared, m, v, groups, n * kGroup, c + n * c_panel + m * kGroup, c_panel, fetch);
-      }
+      in_place_rows<kAccumulate, kInPlaceRows>(prepared, 0, min(rows, kGroup), v, groups, n * kGroup, c + n * c_panel,
+                                               c_panel, fetch);
     }
   }
 }

@@ -53,12 +53,16 @@ AMXK_INLINE void gemm_block(const APrepared& a, int row, int k_steps, const bf16
   }
 }
 
-template <bool kAccumulate, int NR>
-AMXK_INLINE void gemm_panels(const APrepared& a, int rows, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step,
-                             float* c, int64_t c_panel, Fetch& fetch) {
-  constexpr int MR = kRows[NR - 1];
-  for (int m = 0; m < rows; m += MR) {
+// Rows from m on, in blocks of MR; what is left at the end goes into one block of MR, MR / 2, MR / 4 ... rows.
+template <bool kAccumulate, int MR, int NR>
+AMXK_INLINE void gemm_panels(const APrepared& a, int m, int rows, int k_steps, const bf16* b, int64_t b_panel,
+                             int64_t b_step, float* c, int64_t c_panel, Fetch& fetch) {
+  constexpr bool kLast = MR == kAccRows;
+  for (; m + (kLast ? 0 : MR / 2) < rows; m += MR) {
     gemm_block<kAccumulate, MR, NR>(a, m, k_steps, b, b_panel, b_step, c + m * kGroup, c_panel, fetch);
+  }
+  if constexpr (!kLast) {
+    if (m < rows) gemm_panels<kAccumulate, MR / 2, NR>(a, m, rows, k_steps, b, b_panel, b_step, c, c_panel, fetch);
   }
 }
 
@@ -68,7 +72,8 @@ AMXK_INLINE void gemm_group(const APrepared& a, int rows, int k_steps, const bf1
                             int panels, float* c, int64_t c_panel, Fetch& fetch) {
   int n = 0;
   for (; n + NR <= panels; n += NR) {
-    gemm_panels<kAccumulate, NR>(a, rows, k_steps, b + n * b_panel, b_panel, b_step, c + n * c_panel, c_panel, fetch);
+    gemm_panels<kAccumulate, kRows[NR - 1], NR>(a, 0, rows, k_steps, b + n * b_panel, b_panel, b_step, c + n * c_panel,
+                                                c_panel, fetch);
   }
   if constexpr (NR > 1) {
     if (n < panels) {

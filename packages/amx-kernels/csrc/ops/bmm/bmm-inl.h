@@ -3,7 +3,8 @@
 //
 // A block of 64 rows x 8 panels of 16 columns is computed into 32 KB of fp32, which L1 keeps, then rounded to bf16 and
 // written to its place. Blocks of the same rows follow each other; with plain weights, blocks of the same weights, which
-// are packed once for all rows.
+// are packed once for all rows. What the next block reads anew, packed weights or rows, is fetched meanwhile: rows of all
+// heads lie side by side, so those of one head are a line here and a line there, which no hardware prefetcher follows.
 #pragma once
 
 #include "base/scratch.h"
@@ -18,6 +19,7 @@ constexpr int kBlockGroups = 4;
 // Rows this far apart fall into one or two sets of L1, which cannot hold the 16 of a group: they are copied.
 constexpr int64_t kConflict = 1024;  // elements
 constexpr int kBlockPanels = 8;
+constexpr int64_t kFetchedRows = kBlockGroups * kGroup;
 
 struct BmmCall {
   const BmmParams& p;
@@ -25,6 +27,45 @@ struct BmmCall {
   int64_t row_blocks, panel_blocks;
   int failed;
 };
+
+struct BmmItem {
+  int64_t n, row_block, panel_block;
+  int64_t row0, rows, panel0, panels;
+
+  BmmItem(const BmmCall& call, int64_t item) {
+    const BmmParams& p = call.p;
+    const int64_t within = item % (call.row_blocks * call.panel_blocks);
+    n = item / (call.row_blocks * call.panel_blocks);
+    row_block = p.packed ? within / call.panel_blocks : within % call.row_blocks;
+    panel_block = p.packed ? within % call.panel_blocks : within / call.row_blocks;
+    row0 = row_block * kBlockGroups * kGroup;
+    rows = min<int64_t>(kBlockGroups * kGroup, p.rows - row0);
+    panel0 = panel_block * kBlockPanels;
+    panels = min<int64_t>(kBlockPanels, ceil_div(p.columns, kGroup) - panel0);
+  }
+};
+
+AMXK_INLINE const bf16* packed_panels(const BmmCall& call, const BmmItem& item) {
+  return call.p.mat2 + (item.n * ceil_div(call.p.columns, kGroup) + item.panel0) * call.depth * kGroup;
+}
+
+// What the item after `item` reads and this one does not, if there is one, to be fetched within `steps` steps.
+AMXK_INLINE Fetch fetch_item(const BmmCall& call, const BmmItem& item, const BmmItem& next, int64_t steps,
+                             RowGroup* groups) {
+  const BmmParams& p = call.p;
+  if (p.packed && p.rows <= kBlockGroups * kGroup) {  // each block of weights is read once
+    if (p.rows < kGroup) return Fetch{};  // and so fast that the hardware does better by itself
+    const int64_t size = next.panels * call.depth * kGroup;
+    const int64_t rows = min(steps, kFetchedRows), width = round_up(ceil_div(size, rows), kStepK);
+    const bf16* from = packed_panels(call, next);
+    for (int64_t r = 0; r < rows; r += kGroup) groups[r / kGroup] = {from + r * width, width};
+    return fetch_rows(groups, static_cast<int>(rows), width, steps);
+  }
+  if (next.n == item.n && next.row_block == item.row_block) return Fetch{};
+  const bf16* from = p.mat1 + next.n * p.mat1_batch + next.row0 * p.mat1_row;
+  for (int64_t r = 0; r < next.rows; r += kGroup) groups[r / kGroup] = {from + r * p.mat1_row, p.mat1_row};
+  return fetch_rows(groups, static_cast<int>(next.rows), p.depth, steps);
+}
 
 // Panel n of a plain weight matrix.
 AMXK_INLINE void pack_weight_panel(const bf16* weight, int64_t stride, int64_t columns, int64_t depth, int64_t padded,
@@ -66,18 +107,13 @@ void bmm_thread(void* argument, int thread) {
   int64_t weights_at = -1, rows_at = -1;  // what plain and a hold
   const bf16* b = nullptr;
   RowGroup a[kBlockGroups];
-  for (int64_t item = first; item < last; ++item) {
-    const int64_t n = item / (call.row_blocks * call.panel_blocks), within = item % (call.row_blocks * call.panel_blocks);
-    const int64_t row_block = p.packed ? within / call.panel_blocks : within % call.row_blocks;
-    const int64_t panel_block = p.packed ? within % call.panel_blocks : within / call.row_blocks;
-    const int64_t panel0 = panel_block * kBlockPanels;
-    const int64_t panels = min<int64_t>(kBlockPanels, ceil_div(p.columns, kGroup) - panel0);
-    const int64_t row0 = row_block * kBlockGroups * kGroup;
-    const int64_t rows = min<int64_t>(kBlockGroups * kGroup, p.rows - row0);
+  for (int64_t i = first; i < last; ++i) {
+    const BmmItem item(call, i);
+    const auto [n, row_block, panel_block, row0, rows, panel0, panels] = item;
     const int groups = static_cast<int>(ceil_div(rows, kGroup));
 
     if (p.packed) {
-      b = p.mat2 + (n * ceil_div(p.columns, kGroup) + panel0) * panel_size;
+      b = packed_panels(call, item);
     } else if (weights_at != n * call.panel_blocks + panel_block) {
       weights_at = n * call.panel_blocks + panel_block;
       for (int64_t i = 0; i < panels; ++i) {
@@ -101,8 +137,14 @@ void bmm_thread(void* argument, int thread) {
         }
       }
     }
+    RowGroup next[kFetchedRows / kGroup];
+    Fetch fetch = {};
+    if (kFetchInProduct && i + 1 < last) {
+      const int64_t steps = product_steps(rows, static_cast<int>(call.steps), kBlockPanels);
+      fetch = fetch_item(call, item, BmmItem(call, i + 1), steps, next);
+    }
     gemm<false>(a, static_cast<int>(rows), static_cast<int>(call.steps), b, panel_size, kStepK * kGroup,
-                static_cast<int>(panels), c, c_panel);
+                static_cast<int>(panels), c, c_panel, &fetch);
 
     const V factor = vset(p.scale != nullptr ? p.scale[n * p.scale_batch] : 1.0f);
     const int64_t live = min<int64_t>(panels * kGroup, p.columns - panel0 * kGroup);
