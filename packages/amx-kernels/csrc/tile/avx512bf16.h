@@ -50,15 +50,16 @@ struct ARows {
     stride = a.stride;
     for (int i = 0; i < ceil_div(MR, 4); ++i) four[i] = a.row + (first + 4 * i) * stride;
   }
-  AMXK_INLINE_MEMBER void next() {
-    for (const bf16*& row : four) row += 2;
+  AMXK_INLINE_MEMBER void next(int pairs = 1) {
+    for (const bf16*& row : four) row += 2 * pairs;
   }
+  AMXK_INLINE_MEMBER const bf16* at(int m) const { return four[m / 4] + m % 4 * stride; }
 };
 
 template <int MR>
 AMXK_INLINE Acc mac(Acc acc, const ARows<MR>& a, int m, BPair b) {
   int32_t pair;
-  memcpy(&pair, a.four[m / 4] + m % 4 * a.stride, sizeof pair);
+  memcpy(&pair, a.at(m), sizeof pair);
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(b), reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)));
 }
 
@@ -68,4 +69,5 @@ AMXK_INLINE Acc mac(Acc acc, const ARows<MR>& a, int m, BPair b) {
 
 #include "tile/vector_gemm-inl.h"
 
+#include "tile/half_panel-inl.h"
 #include "tile/in_place-inl.h"

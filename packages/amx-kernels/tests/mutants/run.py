@@ -97,6 +97,34 @@ MUTANTS = (
         ATTENTION,
     ),
     Mutant(
+        "queries packed where they lie with the latent part's head stride",
+        "ops/attention/attention-inl.h",
+        "h0 * p.q_pe_head, p.q_pe_head,",
+        "h0 * p.q_pe_head, p.q_latent_head,",
+        ATTENTION,
+    ),
+    Mutant(
+        "nine rows in half a panel",
+        "ops/attention/attention-inl.h",
+        "(rows + kHalf - 1) / kGroup",
+        "(rows + kHalf - 2) / kGroup",
+        ATTENTION,
+    ),
+    Mutant(
+        "half panel keeps every second pair only",
+        "tile/half_panel-inl.h",
+        "vadd(acc[m], _mm512_permute_ps(acc[m], 0xb1))",
+        "acc[m]",
+        ATTENTION,
+    ),
+    Mutant(
+        "last register block of values in place left out",
+        "tile/in_place-inl.h",
+        "if (m < rows) in_place_rows",
+        "if (m + 1 < rows) in_place_rows",
+        ATTENTION,
+    ),
+    Mutant(
         "output not rescaled when the maximum grows",
         "ops/attention/attention-inl.h",
         "if (grows && first > begin) {",
@@ -191,8 +219,8 @@ MUTANTS = (
     Mutant(
         "packed matrices a panel short",
         "ops/bmm/bmm-inl.h",
-        "(n * ceil_div(p.columns, kGroup) + panel0) * panel_size",
-        "(n * (p.columns / kGroup) + panel0) * panel_size",
+        "(item.n * ceil_div(call.p.columns, kGroup) + item.panel0) * call.depth",
+        "(item.n * (call.p.columns / kGroup) + item.panel0) * call.depth",
         BMM,
     ),
     Mutant(

@@ -528,7 +528,7 @@ def _decode_table() -> tuple[AttentionCase, ...]:
     table += [AttentionCase(16, few, layout=layout, poison=poison) for layout in LAYOUTS for poison in ("nan", "inf")]
     table += [
         AttentionCase(heads, (5, 64, 300), fused_q=False, out_padding=16, label="odd-heads")
-        for heads in (1, 2, 3, 5, 8, 11, 12, 20, 40, 64, 96, 127, 128)
+        for heads in (1, 2, 3, 5, 8, 9, 11, 12, 20, 25, 40, 64, 96, 127, 128)
     ]
     # Several new tokens each: speculative decoding.
     table += [

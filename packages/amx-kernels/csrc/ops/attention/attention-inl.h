@@ -63,6 +63,11 @@ struct Range {
   int64_t request, first, keys;
 };
 
+// The first block of the keys [first, end).
+AMXK_INLINE Range first_block(const Unit& u, int64_t first, int64_t end) {
+  return {u.request, first, min<int64_t>(kKeys, end - first)};
+}
+
 struct Block {
   RowGroup groups[kKeys / kGroup];
   int keys, num_groups;
@@ -107,6 +112,16 @@ struct Worker {
   }
 };
 
+// Groups of a unit's rows that are packed as panels of sixteen columns; where eight or fewer rows are left over, they are
+// packed as half a panel, if the tier knows how to multiply with that.
+AMXK_INLINE int whole_groups(int64_t rows) {
+#ifdef AMXK_HALF_PANEL
+  return static_cast<int>((rows + kHalf - 1) / kGroup);
+#else
+  return static_cast<int>(ceil_div(rows, kGroup));
+#endif
+}
+
 // Queries of a unit, latent part and rope part side by side; rows past the last are zero. A group whose rows lie at one
 // stride is packed from where it lies, others from a copy.
 void pack_queries(const AttentionParams& p, const Shape& s, const Unit& u, bf16* staging, bf16* q) {
@@ -131,6 +146,12 @@ void pack_queries(const AttentionParams& p, const Shape& s, const Unit& u, bf16*
       memcpy(row, p.q_latent + t * p.q_latent_token + h * p.q_latent_head, p.cache.latent * sizeof(bf16));
       memcpy(row + p.cache.latent, p.q_pe + t * p.q_pe_token + h * p.q_pe_head, p.cache.rope * sizeof(bf16));
     }
+#ifdef AMXK_HALF_PANEL
+    if (first / kGroup >= whole_groups(rows)) {
+      pack_half_panel(staging, s.width, s.width_steps, panel);
+      continue;
+    }
+#endif
     pack_panel(staging, s.width, s.width_steps, panel);
   }
 }
@@ -198,11 +219,19 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
     const Block& next = w.blocks[w.current ^ 1];
     const int padded = static_cast<int>(round_up(block.keys, kStepK));
     const int64_t left = end - first - kKeys;
-    locate(p, s, left > 0 ? Range{u.request, first + kKeys, min<int64_t>(kKeys, left)} : after, w.current ^ 1, w);
+    locate(p, s, left > 0 ? first_block(u, first + kKeys, end) : after, w.current ^ 1, w);
     // Between products, fetching every block costs more than it gains where the cache lies in DRAM.
     const int fetched = kFetchInProduct || left > 0 ? next.keys : 0;
-    gemm<false>(block.groups, block.num_groups * kGroup, steps_q, w.q, s.q_panel(), kStepK * kGroup, groups_q, w.s,
-                s.s_panel());
+    const int whole = whole_groups(rows);
+    if (whole > 0) {
+      gemm<false>(block.groups, block.num_groups * kGroup, steps_q, w.q, s.q_panel(), kStepK * kGroup, whole, w.s,
+                  s.s_panel());
+    }
+#ifdef AMXK_HALF_PANEL
+    if (whole < groups_q) {
+      gemm_half_panel(block.groups, block.num_groups, steps_q, w.q + whole * s.q_panel(), w.s + whole * s.s_panel());
+    }
+#endif
 
     for (int g = 0; g < groups_q; ++g) {
       alignas(64) int32_t limit[kGroup];
@@ -335,13 +364,13 @@ void run_thread(void* argument, int thread) {
     }
   }
   const Unit* const end = p.plan.units + p.plan.header->num_units;
-  const auto first_block = [](const Unit& u, int64_t split) {
+  const auto split_start = [](const Unit& u, int64_t split) {
     const int64_t begin = split * u.split_keys;
-    return Range{u.request, begin, min<int64_t>(kKeys, min(u.split_keys, u.keys - begin))};
+    return first_block(u, begin, min(u.keys, begin + u.split_keys));
   };
   const Unit* u = p.plan.units + lo;
   w.current = 0;
-  locate(p, s, first_block(*u, first - u->first_item), 0, w);
+  locate(p, s, split_start(*u, first - u->first_item), 0, w);
   for (; u < end && u->first_item < last; ++u) {
     const int64_t rows = u->tokens * p.heads, splits = unit_splits(*u);
     const int64_t from = max<int64_t>(0, first - u->first_item), to = min<int64_t>(splits, last - u->first_item);
@@ -353,8 +382,8 @@ void run_thread(void* argument, int thread) {
     for (int64_t i = from; i < to; ++i) {
       const State state = u->slot >= 0 ? state_at(call.slots + (u->slot + i) * s.state_floats(), s)
                                        : (i == 0 ? w.total : w.part);
-      const Range after = i + 1 < to                                   ? first_block(*u, i + 1)
-                          : u + 1 < end && (u + 1)->first_item < last ? first_block(u[1], 0)
+      const Range after = i + 1 < to                                   ? split_start(*u, i + 1)
+                          : u + 1 < end && (u + 1)->first_item < last ? split_start(u[1], 0)
                                                                        : Range{u->request, 0, 0};
       attend(p, s, *u, i * u->split_keys, min(u->keys, (i + 1) * u->split_keys), after, w, state);
       if (u->slot < 0 && i > 0) merge(s, rows, w.total, w.part);
