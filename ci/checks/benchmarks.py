@@ -4,12 +4,14 @@
     python ci/checks/benchmarks.py --write     take whole reports from reports/ into docs/reports/, write the tables
     python ci/checks/benchmarks.py --check     fail if a table is stale, or if a page states a speed outside a table
 
-A page marks where a table goes; CASES is a regular expression, ``all-tiers`` shows every tier instead of the best:
+A page marks where tables go, one for each machine that a report is kept of; CASES is a regular expression, ``all-tiers``
+shows every tier instead of the best:
 
     <!-- report: bench_decode CASES [all-tiers] -->
     <!-- end of report -->
 
-Reports of quick, interrupted or wrong runs are not taken.
+Reports of quick, interrupted or wrong runs are not taken. A report is kept in a folder named after its machine, so a run
+on another machine adds tables and replaces none.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ MEASURED = ROOT / "reports"
 
 #: Larger reports stay out of the repository.
 LARGEST = 1_500_000
+#: Between the tables of two machines.
+SEPARATOR = "\n\n"
 TIERS = ("portable", "avx2", "avx512", "avx512bf16", "amxbf16")
 BLOCK = re.compile(
     r"(?P<head><!-- report: (?P<name>\w+) (?P<cases>\S+)(?P<tiers> all-tiers)? -->\n).*?"
@@ -35,6 +39,13 @@ BLOCK = re.compile(
 )
 #: A measured speed: a number and its unit.
 FIGURE = re.compile(r"\d[\d.,]*\s?(?:ms|µs|ns|GB/s|[GT]FLOP/s|tok(?:ens)?/s)\b")
+
+
+def machine_name(report: dict[str, Any]) -> str:
+    """The folder a report is kept in: of one kind of CPU, with and without zentorch."""
+    machine = report["machine"]
+    zen = "-zentorch" if report["versions"].get("zentorch") else ""
+    return f"{machine['vendor']}-{machine['family']}-{machine['model']}{zen}".lower()
 
 
 def _number(value: float | None, form: str) -> str:
@@ -100,14 +111,15 @@ def filled(page: Path, text: str) -> str:
     up = "../" * len(page.relative_to(DOCS).parent.parts)
 
     def block(match: re.Match[str]) -> str:
-        kept = KEPT / f"{match['name']}.json"
-        if kept.exists():
+        bodies = []
+        for kept in sorted(KEPT.glob(f"*/{match['name']}.json")):
             report = json.loads(kept.read_text())
-            body = table(report, match["cases"], bool(match["tiers"])).replace("REPORT", f"{up}reports/{kept.name}")
-        else:
+            link = f"{up}reports/{kept.relative_to(KEPT)}"
+            bodies.append(table(report, match["cases"], bool(match["tiers"])).replace("REPORT", link))
+        if not bodies:
             bench = match["name"].removeprefix("bench_")
-            body = f"No report yet: `nox -s bench -- {bench}`, then `nox -s docs`, makes this table."
-        return f"{match['head']}{body}\n{match['end']}"
+            bodies = [f"No report yet: `nox -s bench -- {bench}`, then `nox -s docs`, makes this table."]
+        return f"{match['head']}{SEPARATOR.join(bodies)}\n{match['end']}"
 
     return BLOCK.sub(block, text)
 
@@ -119,9 +131,8 @@ def wanted() -> set[str]:
 
 def take() -> None:
     """Copies the reports that pages show from reports/, compactly, where they are whole."""
-    for name in sorted(wanted()):
-        path = MEASURED / f"{name}.json"
-        if not path.exists():
+    for path in sorted(MEASURED.glob("**/bench_*.json")):
+        if path.stem not in wanted():
             continue
         report = json.loads(path.read_text())
         bad = [key for key in ("quick", "interrupted", "wrong", "failures") if report.get(key)]
@@ -130,8 +141,9 @@ def take() -> None:
             why = f"it is marked {', '.join(bad)}" if bad else f"{len(text):,} bytes are too many"
             print(f"{path.relative_to(ROOT)} not taken: {why}", file=sys.stderr)
             continue
-        KEPT.mkdir(exist_ok=True)
-        (KEPT / path.name).write_text(text)
+        folder = KEPT / machine_name(report)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / path.name).write_text(text)
 
 
 def problems() -> list[str]:
@@ -146,7 +158,7 @@ def problems() -> list[str]:
             if figure := FIGURE.search(line):
                 found.append(f"{where}: {figure.group()!r} stands outside a table made from a report")
     names = wanted()
-    found += [f"{kept.relative_to(ROOT)}: no page shows it" for kept in KEPT.glob("*.json") if kept.stem not in names]
+    found += [f"{kept.relative_to(ROOT)}: no page shows it" for kept in KEPT.glob("**/*.json") if kept.stem not in names]
     return found
 
 

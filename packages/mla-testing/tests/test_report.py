@@ -190,7 +190,13 @@ def test_tables_of_the_docs_are_their_reports(tmp_path: Path, monkeypatch: pytes
     assert "Reads at most, GB/s (threads): L2 100 (2), L3 50 (2), DRAM 10 (2)." in text
     assert "| case | threads | ms | GFLOP/s | GB/s | of limit | × torch |" in text
     assert "| b8-h16-q1-kv4096 | 2 | 2 | 50 | 0.1 | 0.50 | 2.00 |" in text
-    assert whole["machine"]["cpu"] in text and "(../reports/bench_decode.json)" in text and "other" not in text
+    link = f"(../reports/{checks.machine_name(whole)}/bench_decode.json)"
+    assert whole["machine"]["cpu"] in text and link in text and "other" not in text
+    machine = whole["machine"] | {"vendor": "AnotherVendor", "family": "1", "model": "2"}
+    report.write(whole | {"quick": False, "machine": machine}, tmp_path / "reports" / "zen")
+    assert checks.main(["--write"]) == 0
+    text = page.read_text()
+    assert link in text and "(../reports/anothervendor-1-2/bench_decode.json)" in text, "a table for each machine"
     page.write_text(text.replace("2.00", "3.00"))
     assert checks.main(["--check"]) == 1, "edited by hand"
     page.write_text(text + "\nIt takes 1.5 ms.\n")
