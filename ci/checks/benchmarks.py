@@ -4,14 +4,14 @@
     python ci/checks/benchmarks.py --write     take whole reports from reports/ into docs/reports/, write the tables
     python ci/checks/benchmarks.py --check     fail if a table is stale, or if a page states a speed outside a table
 
-A page marks where tables go, one for each machine that a report is kept of; CASES is a regular expression, ``all-tiers``
-shows every tier instead of the best:
+A page marks where tables go, one for each machine that a report is kept of; CASES is a regular expression,
+``all-tiers`` shows every tier instead of the best:
 
     <!-- report: bench_decode CASES [all-tiers] -->
     <!-- end of report -->
 
-Reports of quick, interrupted or wrong runs are not taken. A report is kept in a folder named after its machine, so a run
-on another machine adds tables and replaces none.
+Reports of quick, interrupted or wrong runs are not taken. A report is kept in a folder named after its machine, so a
+run on another machine adds tables and replaces none.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def problems() -> list[str]:
             if figure := FIGURE.search(line):
                 found.append(f"{where}: {figure.group()!r} stands outside a table made from a report")
     names = wanted()
-    found += [f"{kept.relative_to(ROOT)}: no page shows it" for kept in KEPT.glob("**/*.json") if kept.stem not in names]
+    unseen = [kept for kept in sorted(KEPT.glob("**/*.json")) if kept.stem not in names]
+    found += [f"{kept.relative_to(ROOT)}: no page shows it" for kept in unseen]
     return found
 
 
