@@ -307,13 +307,14 @@ def test_decoder_takes_no_other_instruction(compiler, library, tmp_path):
 
 
 @pytest.mark.parametrize("patch", ["1", "1", "mprotect"])
-def test_threads_race_into_the_same_sites(build, patch):
+def test_threads_race_into_the_same_sites(build, host, patch):
     out, counts = preloaded(build("threads"), patch=patch)
     assert out == "1200 sites, 0 wrong values\n"
     assert counts["TDPBF16PS"] == 2 * 400 * 20  # none lost, none twice
     assert counts["TILELOADD"] == 2 * counts["TDPBF16PS"]
     assert counts["tmul_rows"] == (7 + 16) * 400 * 20
-    assert counts["sites_patched"] == 1200 + 2  # and the zero and the store, which are compiled
+    # And what is compiled: the zero and the store; configuration and release, where no AMX unit runs them.
+    assert counts["sites_patched"] == 1200 + (2 if host == "emulated-on-amx" else 4)
 
 
 @pytest.mark.parametrize("patch", ["1", "mprotect"])
@@ -473,7 +474,7 @@ amx_emulator.install()
     done = python(f"{script}\n{works}\nprint('alive', flush=True)\n{act}\n", expect=-death)
     assert done.stdout == "alive\n"
     if faulthandler != "without":
-        assert f"Fatal Python error: {message}" in done.stderr
+        assert done.stderr.count(f"Fatal Python error: {message}") == 1
         assert 'File "<string>"' in done.stderr
 
 

@@ -45,7 +45,7 @@ struct amx_thread {
     uint8_t mark;       // start_row of the configuration last taken over, 0 before the first
     int fault_signal;   // of the last memory access that failed
     siginfo_t fault_info;
-    unsigned raised;    // SIGILLs in a row that a chained handler raised itself
+    unsigned handed_on; // a signal is with the handler that was here before ours
     void *alternate_stack;
 };
 

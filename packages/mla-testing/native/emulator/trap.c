@@ -52,7 +52,7 @@ static struct amx_thread *adopt_state(void) {
         t->tid = tid;
         memset(t->tile, 0, sizeof t->tile);
         memset(&t->config, 0, sizeof t->config);
-        t->raised = 0;
+        t->handed_on = 0;
         t->mark = 0;
     }
     return self = t;
@@ -172,10 +172,11 @@ static void chain(int sig, siginfo_t *info, ucontext_t *uc) {
     const int from_kernel = info->si_code > 0;
     const int is_default = !(f->sa_flags & SA_SIGINFO) && f->sa_handler == SIG_DFL;
     const int is_ignored = !(f->sa_flags & SA_SIGINFO) && f->sa_handler == SIG_IGN;
-    // A handler that raises its signal again after handing the action back to us (faulthandler does) must not go round.
-    if (self) self->raised = from_kernel ? 0 : self->raised + 1;
+    // A handler that raises its signal again after handing the action back to us (faulthandler does) must not go round:
+    // it wants what comes after it. Each round would also nest in an alternate stack that is made for one or two.
+    const int raised_again = self && self->handed_on && !from_kernel;
     if (is_ignored && !from_kernel) return;
-    if (is_default || is_ignored || (self && self->raised > 3)) {
+    if (is_default || is_ignored || raised_again) {
         struct sigaction die = {.sa_handler = SIG_DFL};
         amx_sigaction(sig, &die, 0);
         sigdelset(&uc->uc_sigmask, sig);
@@ -190,10 +191,14 @@ static void chain(int sig, siginfo_t *info, ucontext_t *uc) {
     else
         sigaddset(&mask, sig);
     amx_sigmask(SIG_SETMASK, &mask, 0);
+    struct amx_thread *t = self;
+    const int before = t && t->handed_on;
+    if (t) t->handed_on = 1;
     if (f->sa_flags & SA_SIGINFO)
         f->sa_sigaction(sig, info, uc);
     else
         f->sa_handler(sig);
+    if (t) t->handed_on = before;
 }
 
 // Raises a signal at the site itself: blocked until our handler has returned there, so that whatever is installed for
