@@ -382,16 +382,16 @@ def test_a_sparse_flag_of_zero_means_dense(value) -> None:
 
 @pytest.mark.parametrize("backend", [None, "AMX_MLA", "CPU_MLA", "FLASHMLA"])
 @pytest.mark.parametrize("mode", ["auto", "on", "off"])
-@pytest.mark.parametrize("tier", ["amxbf16", "avx2", "portable", None])
-def test_selection_table(monkeypatch, tier, mode, backend) -> None:
+@pytest.mark.parametrize("best", ["amxbf16", "avx2", "portable", None])
+def test_selection_table(monkeypatch, best, mode, backend) -> None:
     def load() -> kernels.Kernels:
-        if tier is None:
+        if best is None:
             raise kernels.KernelsUnavailable("amx_kernels cannot be loaded: no such file")
-        return kernels.Kernels(None, tier, None)
+        return kernels.Kernels(None, best, None)
 
     monkeypatch.setattr(kernels, "load", load)
     monkeypatch.setenv(envs.MODE.name, mode)
-    permitted = tier is not None and (tier != "portable" or mode == "on")
+    permitted = best is not None and (best != "portable" or mode == "on")
     call = lambda: selection.choose(config(backend=backend))  # noqa: E731
     if mode == "off" or backend == "CPU_MLA":
         assert not call().serves
