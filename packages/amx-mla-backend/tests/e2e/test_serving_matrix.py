@@ -20,8 +20,8 @@ pytestmark = pytest.mark.e2e
 
 LENGTHS = 3 * (2, 5, 17, 150)
 """Two tokens, less and more than a block of 16, more than two of 64. Three of each: every prompt is served twice, so
-one token that rounding alone turns (another expert at a near tie of the router, whoever serves) is two of the places, and
-of four prompts' 96 that would be more than the agreement's hundredth."""
+one token that rounding alone turns (another expert at a near tie of the router, whoever serves) is two of the places,
+and of four prompts' 96 that would be more than the agreement's hundredth."""
 
 
 @dataclass(frozen=True)
