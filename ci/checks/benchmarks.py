@@ -131,8 +131,9 @@ def wanted() -> set[str]:
 
 def take() -> None:
     """Copies the reports that pages show from reports/, compactly, where they are whole."""
+    names = wanted()
     for path in sorted(MEASURED.glob("**/bench_*.json")):
-        if path.stem not in wanted():
+        if path.stem not in names:
             continue
         report = json.loads(path.read_text())
         bad = [key for key in ("quick", "interrupted", "wrong", "failures") if report.get(key)]

@@ -95,13 +95,19 @@ AMXK_INLINE void transpose16(const uint32_t* src, int64_t src_stride, uint32_t* 
   }
 }
 
-// Two shifts and two blends, all within their words; the output needs no shuffle either, because an even and an odd
-// column are the two halves of a word.
-AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* even, bf16* odd) {
+// Pairs of the even columns of two rows of 32, and of the odd ones. Two shifts and two blends, all within their words; the
+// output needs no shuffle either, because an even and an odd column are the two halves of a word.
+AMXK_INLINE void pair32(const bf16* row0, const bf16* row1, __m512i& even, __m512i& odd) {
   const __m512i a = _mm512_loadu_si512(row0);
   const __m512i b = _mm512_loadu_si512(row1);
-  _mm512_storeu_si512(even, _mm512_mask_blend_epi16(0xaaaaaaaa, a, _mm512_slli_epi32(b, 16)));
-  _mm512_storeu_si512(odd, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b));
+  even = _mm512_mask_blend_epi16(0xaaaaaaaa, a, _mm512_slli_epi32(b, 16));
+  odd = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
+}
+AMXK_INLINE void interleave32(const bf16* row0, const bf16* row1, bf16* even, bf16* odd) {
+  __m512i evens, odds;
+  pair32(row0, row1, evens, odds);
+  _mm512_storeu_si512(even, evens);
+  _mm512_storeu_si512(odd, odds);
 }
 
 AMXK_INLINE void store16(bf16* dst, V a) {

@@ -30,13 +30,9 @@ AMXK_INLINE Acc acc_load(const float* p) { return vload(p); }
 AMXK_INLINE void acc_store(float* p, Acc a) { vstore(p, a); }
 AMXK_INLINE BPair b_load(const bf16* p) { return _mm512_loadu_si512(p); }
 
-// Columns 2c and 2c + 1 of two rows, c = 0 ... 15: pairs for the panel of even columns and for that of odd ones. A shift
-// and a blend each, all within their words.
+// Columns 2c and 2c + 1 of two rows, c = 0 ... 15: pairs for the panel of even columns and for that of odd ones.
 AMXK_INLINE void pair_rows(const bf16* row0, const bf16* row1, BPair* pairs) {
-  const __m512i a = _mm512_loadu_si512(row0);
-  const __m512i b = _mm512_loadu_si512(row1);
-  pairs[0] = _mm512_mask_blend_epi16(0xaaaaaaaa, a, _mm512_slli_epi32(b, 16));
-  pairs[1] = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
+  pair32(row0, row1, pairs[0], pairs[1]);
 }
 
 // Rows of A as a register block reads them, pair by pair. A pointer for every four rows, and 0 to 3 strides from it: for

@@ -32,7 +32,7 @@ AMXK_INLINE Acc acc_load(const float* p) {
 AMXK_INLINE void acc_store(float* p, Acc a) { memcpy(p, &a, sizeof a); }
 AMXK_INLINE BPair b_load(const bf16* p) { return p; }
 
-// Four pairs as fp32. A pair's first element is the low half of its word: a matter of values, not of byte order.
+// Four pairs as fp32. Read as a word, a pair has its first element in the low half: byte order is little-endian.
 AMXK_INLINE void split_pairs(const bf16* p, F4& even, F4& odd) {
   const U4 pairs = *reinterpret_cast<const U4*>(p);
   even = reinterpret_cast<F4>(pairs << 16);
