@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from mla_testing.bench import __main__ as program
 from mla_testing.bench import common
 from mla_testing.bench.harness import Calibration, Contender, Measurement, measure, stats, waited
 from mla_testing.limits import Limits, LimitsError
@@ -137,6 +138,21 @@ def test_short_calls_are_repeated_within_a_sample() -> None:
     assert next(calls) >= 5 * 150
 
 
+@pytest.mark.parametrize(("seconds", "per_round"), [(5e-3, 2), (0.1, 1)], ids=["warmed", "long"])
+def test_a_call_that_would_find_cold_caches_is_made_once_before(seconds: float, per_round: int) -> None:
+    clock = Clock()
+    calls = itertools.count()
+
+    def work() -> None:
+        next(calls)
+        clock.now += seconds
+
+    ours = [Contender("ours", work)]
+    found = measure(ours, threads=1, calibration=calibration(1.0), rounds=5, clock=clock, waiting=no_waiting)
+    assert found.of("ours") == pytest.approx([1e3 * seconds] * 5)
+    assert next(calls) == 2 + 5 * per_round  # 2: first touch and estimate
+
+
 def test_the_order_of_contenders_rotates() -> None:
     clock, order = Clock(), []
 
@@ -243,3 +259,25 @@ def test_work_that_fails_is_wrong_and_the_rest_goes_on(monkeypatch: pytest.Monke
     assert measured == ["good"]
     assert context.wrong == ["bad: ValueError: this shape is refused"]
     assert context.exit_status == 1
+
+
+class Started(Exception):
+    """A program was started; the argument is its environment."""
+
+
+def test_kernel_benchmarks_start_again_with_threads_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(path: str, arguments: list[str], environment: dict[str, str]) -> None:
+        raise Started(environment)
+
+    monkeypatch.setattr(program.os, "execve", start)
+    for name in program.BINDING:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(Started) as started:
+        program.main(["decode", "bmm"], bind=True)
+    assert program.BINDING.items() <= started.value.args[0].items()
+
+
+def test_e2e_binds_its_engines_and_is_named_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["bmm", "e2e"], bind=True)
+    assert "bench is bmm e2e, expected e2e alone" in capsys.readouterr().err

@@ -6,13 +6,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from mla_testing import plots, report
+from mla_testing import limits, plots, report
 from mla_testing.bench import bmm, e2e, prefill
 from mla_testing.bench.amx import per_32_keys, prefill_model
 from mla_testing.bench.amx_counts import shuffles_of
@@ -268,7 +267,7 @@ def shape(tmp_path: Path) -> e2e.Shape:
             steps = (step(seconds, 1, 0, 0.4), step(seconds / 10, 0, 1, 0.05))
             found.samples[name][who] = [outcome(*steps, waited=waited)] * 2
     found.engines = {
-        who: {"layers": 2, "threads": len(os.sched_getaffinity(0)), "raw_kv_b_proj_elements": 0, "peak_rss_mib": 10.0}
+        who: {"layers": 2, "threads": len(limits.CPUS), "raw_kv_b_proj_elements": 0, "peak_rss_mib": 10.0}
         for who in ("ours", "stock", "vllm_amx_mla")
     }
     return found

@@ -24,7 +24,7 @@
 #define LINE 64
 #define HUGE_PAGE (2u << 20)
 #define PASS_SECONDS 5e-3 /* short enough to fit between two other tasks on a busy machine: the best pass counts */
-#define CALIBRATION_STEPS 2000000L /* about 2 ms */
+#define CALIBRATION_OPERATIONS 8000000L /* 1 to 2 ms */
 
 static double now(void) {
     struct timespec t;
@@ -191,6 +191,7 @@ static double (*const runners[MLA_LIMITS_KINDS])(void) = {run_sse2, run_fma_avx2
 #else
 static double (*const runners[MLA_LIMITS_KINDS])(void) = {0};
 #endif
+static const double flop_per_operation[MLA_LIMITS_KINDS] = {4, 16, 32, 64, 16384}; /* of an instruction */
 
 /* ---- memory -------------------------------------------------------------------------------------------------- */
 
@@ -251,12 +252,20 @@ struct worker {
     double rate, elapsed; /* amount per second of the best pass; seconds of a calibration */
 };
 
-static uint64_t chain(uint64_t x, long steps) { /* a dependent multiply-add chain: nothing can speed it up */
-    for (long i = 0; i < steps; ++i) {
-        x = x * 6364136223846793005u + 1442695040888963407u;
-        __asm__ volatile("" : "+r"(x));
+/* Keeps the multipliers as busy as kernels do: a chain of dependent operations would be as fast as ever while another
+ * thread has half of the core. */
+static void calibration_loop(int kind) {
+    if (kind >= 0) {
+        for (double done = 0; done < CALIBRATION_OPERATIONS * flop_per_operation[kind];) done += runners[kind]();
+        return;
     }
-    return x;
+    uint64_t x[6] = {1, 2, 3, 4, 5, 6};
+    for (long i = 0; i < CALIBRATION_OPERATIONS / 6; ++i) {
+        for (int n = 0; n < 6; ++n) {
+            x[n] = x[n] * 6364136223846793005u + 1442695040888963407u;
+            __asm__ volatile("" : "+r"(x[n]));
+        }
+    }
 }
 
 static double one_pass(const struct job *job, const struct worker *w, double target, double *amount) {
@@ -280,7 +289,7 @@ static double one_pass(const struct job *job, const struct worker *w, double tar
             done += (double)repeats * (double)job->bytes;
             break;
         case CALIBRATE:
-            chain(1, CALIBRATION_STEPS);
+            calibration_loop(job->kind);
             done += 1;
             break;
         }
@@ -328,15 +337,20 @@ static void *work_loop(void *argument) {
     return NULL;
 }
 
+static cpu_set_t job_cpus; /* empty: threads are not pinned */
+
+void mla_limits_use_cpus(const int *cpus, int count) {
+    CPU_ZERO(&job_cpus);
+    for (int i = 0; i < count; ++i) CPU_SET(cpus[i], &job_cpus); /* those past the set's size are left out */
+}
+
 /* Runs the job; result: the sum of the threads' rates, or for a calibration the longest time. */
 static double run(struct job *job) {
     if (job->threads < 1 || job->threads > MAX_THREADS) return MLA_LIMITS_ERROR_ARGUMENT;
     struct worker *workers = calloc((size_t)job->threads, sizeof *workers);
     if (!workers) return MLA_LIMITS_ERROR_RESOURCE;
-    cpu_set_t allowed;
     int cpu = -1;
-    if (sched_getaffinity(0, sizeof allowed, &allowed)) CPU_ZERO(&allowed);
-    const int pin = CPU_COUNT(&allowed) >= job->threads;
+    const int pin = CPU_COUNT(&job_cpus) >= job->threads;
     int started = 0;
     for (; started < job->threads; ++started) {
         struct worker *w = &workers[started];
@@ -344,7 +358,7 @@ static double run(struct job *job) {
         w->cpu = -1;
         if (pin) {
             do ++cpu;
-            while (!CPU_ISSET(cpu, &allowed));
+            while (!CPU_ISSET(cpu, &job_cpus));
             w->cpu = cpu;
         }
         if (pthread_create(&w->thread, NULL, work_loop, w)) break;
@@ -390,6 +404,7 @@ double mla_limits_memcpy(size_t bytes, int threads, double seconds) {
 }
 
 double mla_limits_calibrate(int threads) {
-    struct job job = {.work = CALIBRATE, .threads = threads};
+    struct job job = {.work = CALIBRATE, .threads = threads, .kind = MLA_LIMITS_FMA_AVX512};
+    while (job.kind >= 0 && !cpu_has(job.kind)) --job.kind;
     return run(&job);
 }

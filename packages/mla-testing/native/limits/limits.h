@@ -2,7 +2,7 @@
 /*
  * What this machine can do at most: arithmetic peaks, read and copy bandwidth, and a fixed calibration loop.
  *
- * Every function times itself on `threads` POSIX threads, each pinned to its own CPU of the process's affinity mask,
+ * Every function times itself on `threads` POSIX threads, each pinned to its own CPU of those to be used,
  * released together by a barrier; the slowest thread decides. Nothing here prints, aborts or needs a special build:
  * code for an instruction set is compiled with function attributes and refused at run time where the CPU or the
  * operating system lacks it.
@@ -40,6 +40,9 @@ int mla_limits_usable(int kind);
 /* Asks the kernel for AMX tile data. 0 if granted (or granted before), else errno. The only function that asks. */
 int mla_limits_request_amx(void);
 
+/* The CPUs that threads of the functions below are pinned to; without this call, or with fewer than threads, to none. */
+void mla_limits_use_cpus(const int *cpus, int count);
+
 /* FLOP/s of `kind` over about `seconds`, best of passes of 5 ms; negative: mla_limits_status. */
 double mla_limits_compute(int kind, int threads, double seconds);
 
@@ -49,7 +52,7 @@ double mla_limits_read(size_t bytes, int threads, double seconds);
 /* Bytes/s copied by memcpy from one area of `bytes` (in total) to another, best pass. Counts each byte once. */
 double mla_limits_memcpy(size_t bytes, int threads, double seconds);
 
-/* Seconds that a fixed dependent integer loop takes on the slowest of `threads` threads: longer means disturbed. */
+/* Seconds that a fixed loop of multiplications takes on the slowest of `threads` threads: longer means disturbed. */
 double mla_limits_calibrate(int threads);
 
 #ifdef __cplusplus

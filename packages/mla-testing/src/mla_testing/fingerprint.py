@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mla_testing import limits
+
 __all__ = ["machine", "steal_seconds"]
 
 #: CPU features that decide which kernels run.
@@ -76,7 +78,7 @@ def machine() -> dict[str, Any]:
     return {
         "id": digest,
         **stable,
-        "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus_usable": len(limits.CPUS),
         "cpu_quota": _cpu_quota(),
         "kernel": platform.release(),
         "huge_pages": _huge_pages(),

@@ -18,7 +18,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["INSTRUCTION_OF_TIER", "Limit", "Limits", "LimitsError", "calibrate", "measure", "request_amx", "usable"]
+__all__ = [
+    "CPUS",
+    "INSTRUCTION_OF_TIER",
+    "Limit",
+    "Limits",
+    "LimitsError",
+    "calibrate",
+    "measure",
+    "request_amx",
+    "usable",
+]
 
 #: Instructions whose peak can be measured, in the order of ``enum mla_limits_kind``.
 _KINDS = ("sse2", "fma_avx2", "fma_avx512", "vdpbf16ps", "tdpbf16ps")
@@ -40,6 +50,9 @@ _ERRORS = {
 }
 
 _MIB = 1 << 20
+
+#: The CPUs of this process. Read once, on import: OpenMP may bind the main thread to one of them later.
+CPUS = frozenset(os.sched_getaffinity(0))
 
 
 class LimitsError(RuntimeError):
@@ -66,6 +79,8 @@ def _library() -> ctypes.CDLL:
     ):
         function = getattr(library, f"mla_limits_{name}")
         function.argtypes, function.restype = arguments, ctypes.c_double
+    library.mla_limits_use_cpus.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int]
+    library.mla_limits_use_cpus((ctypes.c_int * len(CPUS))(*sorted(CPUS)), len(CPUS))
     return library
 
 
@@ -90,7 +105,7 @@ def request_amx() -> str | None:
 
 
 def calibrate(threads: int) -> float:
-    """Seconds that the fixed calibration loop (about 2 ms) takes on the slowest of ``threads`` threads."""
+    """Seconds that the fixed calibration loop (1 to 2 ms) takes on the slowest of ``threads`` threads."""
     return _checked(_library().mla_limits_calibrate(threads), f"calibration with {threads} threads")
 
 

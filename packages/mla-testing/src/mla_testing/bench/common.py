@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -220,6 +221,7 @@ class Context:
             quick=self.options.quick,
             wrong=self.wrong,
             interrupted=self.interrupted,
+            threads_bound=os.sched_getaffinity(0) != limits_module.CPUS,
             **extra,
         )
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import re
 import statistics
 import tempfile
@@ -145,7 +144,7 @@ def standalone(shape: str, job: Job) -> Callable[[], float]:
     from mla_testing.bench import prefill
     from mla_testing.bench.attention import BLOCK, Pool
 
-    threads = len(os.sched_getaffinity(0))
+    threads = len(limits.CPUS)
     heads = e2e_model.SHAPES[shape]["num_attention_heads"]
     # Decode: the middle of the steps that are measured.
     context, query = (job.length + job.new_tokens // 2, 1) if job.filled else (0, job.length)
@@ -213,7 +212,7 @@ class Shape:
 
     def sample(self, worker: Worker, name: str, index: int, *, keep: bool = True) -> None:
         """One sample of a job."""
-        job, cpus = self.plan.jobs[name], len(os.sched_getaffinity(0))
+        job, cpus = self.plan.jobs[name], len(limits.CPUS)
         calibration, stolen, begin = limits.calibrate(cpus), fingerprint.steal_seconds(), time.perf_counter()
         outcome = worker.run(self.prompts(name, index), job.new_tokens, filled=job.filled, logprobs=False)
         elapsed = time.perf_counter() - begin
@@ -312,8 +311,16 @@ class Shape:
     def groups(self, beside: int = 0) -> list[list[Contender]]:
         """The contenders, as many at a time as there is memory for; ``beside``: bytes that each needs for the rest."""
         free = _available_bytes() - _BUSY_BYTES - _SPARE_BYTES
-        count = max(1, free // (_ENGINE_BYTES[self.name] + beside))
-        return [self.chosen[first : first + count] for first in range(0, len(self.chosen), count)]
+        found: list[list[Contender]] = []
+        left = 0
+        for contender in self.chosen:
+            needed = contender.copies * _ENGINE_BYTES[self.name] + beside
+            if not found or needed > left:
+                found.append([])
+                left = free
+            found[-1].append(contender)
+            left -= needed
+        return found
 
 
 def agreement(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -493,7 +500,7 @@ def judge(shape: Shape) -> tuple[dict[str, Any], list[str]]:
         if not found["raw_kv_b_proj_freed"]:
             wrong.append(f"{shape.name}: {ours['raw_kv_b_proj_elements']} elements of raw kv_b_proj are kept")
         for who, engine in shape.engines.items():
-            if engine["threads"] != len(os.sched_getaffinity(0)):
+            if engine["threads"] != len(limits.CPUS):
                 wrong.append(f"{shape.name}: {who} runs {engine['threads']} threads")
     if ours and stock and "peak_rss_mib" in ours and "peak_rss_mib" in stock:
         found["peak_rss_over_stock"] = ours["peak_rss_mib"] / stock["peak_rss_mib"]
@@ -578,7 +585,7 @@ def run(options: Options) -> tuple[dict[str, Any], int]:
         if not plans:
             raise SystemExit(f"--only {options.only!r} matches no shape of {', '.join(PLANS | QUICK_PLANS)}")
     plans = {name: replace(plan, rounds=min(plan.rounds, options.rounds)) for name, plan in plans.items()}
-    threads = len(os.sched_getaffinity(0))
+    threads = len(limits.CPUS)
     machine = fingerprint.machine()
     zentorch = importlib.util.find_spec("zentorch") is not None
     zen = "present" if zentorch else "not installed: no figures with it"

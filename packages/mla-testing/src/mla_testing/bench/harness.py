@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing several implementations of one piece of work against each other on a machine that may be disturbed.
 
-In each round every contender is timed once, in rotating order, and before and after each of them a fixed loop (the
-calibrator) runs on as many threads. A round in which the calibrator needed more than 1.1 times its best of the whole
+In each round every contender is timed once, in rotating order, and before and after each of them a fixed loop of
+multiplications (the calibrator) runs on as many threads: it needs a core's multipliers, so it also sees a neighbour who
+has half of them. A round in which the calibrator needed more than 1.1 times its best of the whole
 run is discarded for all contenders alike, and counted; it ends there and then. So is one in which threads of this
 process waited for a CPU for more than a tenth of a sample: the scheduler's own account sees what a short loop that
 fits between two other tasks does not. With fewer than 5 rounds left the measurement has failed: it says so instead of
@@ -39,6 +40,9 @@ WAITED = 0.1
 MIN_VALID_ROUNDS = 5
 #: Calls are repeated within a sample until it is about this long, so that the clock and one interrupt weigh little.
 _SAMPLE_SECONDS = 2e-3
+#: A call that takes less is made once, untimed, before each sample: the calibrator and the others left the caches cold,
+#: and the limits that it is held against are of warm ones. A longer call warms them itself.
+_WARM_SECONDS = 30e-3
 #: Threads of a pool spin for a while after a parallel region (those of libgomp for 5 ms here); the calibrator shall not
 #: meet them.
 _SETTLE_SECONDS = 8e-3
@@ -188,6 +192,7 @@ def measure(
     if rounds < MIN_VALID_ROUNDS:
         raise ValueError(f"rounds is {rounds}, expected at least {MIN_VALID_ROUNDS}")
     calls: dict[str, int] = {}
+    warm: set[str] = set()
     round_seconds = 0.0
     for contender in contenders:
         if contender.select:
@@ -195,6 +200,8 @@ def measure(
         contender.call()  # first touch, lazy initialisation
         once = _timed(contender, 1, clock) / 1e3
         calls[contender.name] = max(1, min(1000, int(_SAMPLE_SECONDS / max(once, 1e-7))))
+        if once < _WARM_SECONDS:
+            warm.add(contender.name)
         round_seconds += once
     result = Measurement(threads, {name: [] for name in names}, [], calibration.best.get(threads, float("inf")))
     deadline = clock() + max(give_up, min(10 * give_up, 2 * rounds * round_seconds))
@@ -208,8 +215,8 @@ def measure(
         for contender in [*contenders[shift:], *contenders[:shift]]:
             if contender.select:
                 contender.select()
-            if calls[contender.name] > 1:
-                contender.call()  # the calibrator and the others left the caches cold
+            if contender.name in warm:
+                contender.call()
             before = waiting()
             taken[contender.name] = _timed(contender, calls[contender.name], clock)
             wait = waiting() - before
