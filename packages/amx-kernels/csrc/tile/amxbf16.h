@@ -10,6 +10,7 @@
 #include "simd/avx512.h"
 #include "tile/amx_tiles.h"
 #include "tile/fetch-inl.h"
+#include "tile/result-inl.h"
 
 namespace amxk {
 namespace AMXK_TIER {
@@ -66,10 +67,10 @@ AMXK_INLINE void gemm_tiles(const RowGroup* a, int k_steps, const bf16* b, int64
 constexpr bool kFetchInProduct = false;
 AMXK_INLINE int64_t product_steps(int64_t, int, int) { return 0; }
 
-template <bool kAccumulate>
+template <bool kAccumulate, class Result = Keep>
 static __attribute__((noinline)) void gemm(const RowGroup* a, int rows, int k_steps, const bf16* b, int64_t b_panel,
-                                           int64_t b_step, int panels, float* c, int64_t c_panel,
-                                           Fetch* = nullptr) {
+                                           int64_t b_step, int panels, float* c, int64_t c_panel, Fetch* = nullptr,
+                                           const Result& result = {}) {
   const int groups = static_cast<int>(ceil_div(rows, kGroup));
   const auto product = [=](auto mt, auto nt, int m, int n) {
     gemm_tiles<kAccumulate, decltype(mt)::value, decltype(nt)::value>(
@@ -93,6 +94,20 @@ static __attribute__((noinline)) void gemm(const RowGroup* a, int rows, int k_st
     int m = 0;
     for (; m + 4 <= groups; m += 4) product(Index<4>{}, Index<1>{}, m, n);
     for (; m < groups; ++m) product(Index<1>{}, Index<1>{}, m, n);
+  }
+  if constexpr (Result::kRounds) {
+    for (int m = 0; m < rows; ++m) {
+      const float* row = c + m * kGroup;
+      int n = 0;
+      for (; n + 2 <= panels; n += 2, row += 2 * c_panel) {
+        const V both[] = {vload(row), vload(row + c_panel)};
+        result.at(0, n * kGroup).template store<2>(m, both);
+      }
+      if (n < panels) {
+        const V last = vload(row);
+        result.at(0, n * kGroup).template store<1>(m, &last);
+      }
+    }
   }
 }
 

@@ -28,6 +28,7 @@ AMXK_INLINE void prepare(RowGroup group, int, APrepared& a) { a = group; }
 AMXK_INLINE Acc acc_zero() { return vset(0.0f); }
 AMXK_INLINE Acc acc_load(const float* p) { return vload(p); }
 AMXK_INLINE void acc_store(float* p, Acc a) { vstore(p, a); }
+AMXK_INLINE V acc_row(Acc a, int) { return a; }
 AMXK_INLINE BPair b_load(const bf16* p) { return _mm512_loadu_si512(p); }
 
 // Columns 2c and 2c + 1 of two rows, c = 0 ... 15: pairs for the panel of even columns and for that of odd ones.

@@ -17,6 +17,7 @@ struct BPair {
 AMXK_INLINE Acc acc_zero() { return vset(0.0f); }
 AMXK_INLINE Acc acc_load(const float* p) { return vload(p); }
 AMXK_INLINE void acc_store(float* p, Acc a) { vstore(p, a); }
+AMXK_INLINE V acc_row(Acc a, int) { return a; }
 template <int MR>
 AMXK_INLINE Acc mac(Acc acc, const ARows<MR>& a, int m, BPair b) {
   const float* row = a.row + m * kWidenedStride;

@@ -8,7 +8,7 @@ namespace AMXK_TIER {
 namespace {
 
 #define AMXK_VALUES_IN_PLACE
-constexpr int kInPlaceGroups = 1 << 20;  // always
+constexpr int kInPlaceGroups = INT32_MAX;  // always: the compiler leaves the other way out
 
 constexpr int kInPlaceRows = kRows[1];  // of a register block, by two panels
 

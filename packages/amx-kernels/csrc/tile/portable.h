@@ -30,6 +30,11 @@ AMXK_INLINE Acc acc_load(const float* p) {
   return a;
 }
 AMXK_INLINE void acc_store(float* p, Acc a) { memcpy(p, &a, sizeof a); }
+AMXK_INLINE V acc_row(const Acc& a, int row) {
+  V r;
+  memcpy(&r, a.part[row], sizeof r);
+  return r;
+}
 AMXK_INLINE BPair b_load(const bf16* p) { return p; }
 
 // Four pairs as fp32. Read as a word, a pair has its first element in the low half: byte order is little-endian.

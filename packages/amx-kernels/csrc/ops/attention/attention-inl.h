@@ -27,6 +27,7 @@ namespace AMXK_TIER {
 namespace {
 
 constexpr int kValuePanels = 4;     // panels of V interleaved together
+constexpr int kFetchedQueries = 8;  // groups of a unit's queries that are fetched with its first keys
 
 // The running softmax of a unit: O [columns/16][rows][16], m and l [rows].
 struct State {
@@ -69,8 +70,9 @@ AMXK_INLINE Range first_block(const Unit& u, int64_t first, int64_t end) {
 }
 
 struct Block {
-  RowGroup groups[kKeys / kGroup];
+  RowGroup groups[kKeys / kGroup + kFetchedQueries];  // of keys, then of the queries that are packed before
   int keys, num_groups;
+  int fetched;  // rows of all groups, to be fetched
 };
 
 // One thread's scratch, and the block that it reads next, located ahead so that its rows can be fetched.
@@ -195,12 +197,25 @@ void locate(const AttentionParams& p, const Shape& s, const Range& range, int wh
   block.keys = static_cast<int>(range.keys);
   block.num_groups = static_cast<int>(ceil_div(block.keys, kGroup));
   locate_keys(p.cache, range.request, range.first, block.keys, s.width, w.gather[which], block.groups);
+  block.fetched = block.keys;
+}
+
+// The first queries of a unit, whose first keys the block holds.
+void locate_queries(const AttentionParams& p, const Unit& u, Block& block) {
+  const int64_t token = p.plan.requests[u.request].first_token + u.first_token;
+  const int groups = static_cast<int>(min<int64_t>(p.heads / kGroup, kFetchedQueries));
+  for (int g = 0; g < groups; ++g) {
+    const int64_t head = static_cast<int64_t>(g) * kGroup;
+    block.groups[block.num_groups + g] = {p.q_latent + token * p.q_latent_token + head * p.q_latent_head,
+                                          p.q_latent_head};
+  }
+  if (groups > 0) block.fetched = (block.num_groups + groups) * kGroup;
 }
 
 // The softmax state of a unit's rows over the keys [begin, end), whose first block has been located. after: what will be
-// read then; it is located on return.
+// read then; it is located on return. following: whose keys these are if they are not the same unit's.
 void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t begin, int64_t end, const Range& after,
-            Worker& w, const State& state) {
+            const Unit* following, Worker& w, const State& state) {
   const int64_t rows = u.tokens * p.heads;
   const int groups_q = static_cast<int>(ceil_div(rows, kGroup));
   for (int64_t r = 0; r < groups_q * kGroup; ++r) {
@@ -220,8 +235,9 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
     const int padded = static_cast<int>(round_up(block.keys, kStepK));
     const int64_t left = end - first - kKeys;
     locate(p, s, left > 0 ? first_block(u, first + kKeys, end) : after, w.current ^ 1, w);
+    if (left <= 0 && following != nullptr) locate_queries(p, *following, w.blocks[w.current ^ 1]);
     // Between products, fetching every block costs more than it gains where the cache lies in DRAM.
-    const int fetched = kFetchInProduct || left > 0 ? next.keys : 0;
+    const int fetched = kFetchInProduct || left > 0 ? next.fetched : 0;
     const int whole = whole_groups(rows);
     if (whole > 0) {
       gemm<false>(block.groups, block.num_groups * kGroup, steps_q, w.q, s.q_panel(), kStepK * kGroup, whole, w.s,
@@ -274,7 +290,7 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
         const auto product = first == begin ? gemm<false> : gemm<true>;
         const int live = static_cast<int>(min<int64_t>(chunk * kGroup, rows - g * kGroup));
         product(probabilities, live, padded / kStepK, w.v, kStepK * kGroup, kValuePanels * kStepK * kGroup, panels, o,
-                s.o_panel(), kFetchInProduct ? &fetch : nullptr);
+                s.o_panel(), kFetchInProduct ? &fetch : nullptr, Keep{});
       }
     }
   }
@@ -382,10 +398,11 @@ void run_thread(void* argument, int thread) {
     for (int64_t i = from; i < to; ++i) {
       const State state = u->slot >= 0 ? state_at(call.slots + (u->slot + i) * s.state_floats(), s)
                                        : (i == 0 ? w.total : w.part);
-      const Range after = i + 1 < to                                   ? split_start(*u, i + 1)
-                          : u + 1 < end && (u + 1)->first_item < last ? split_start(u[1], 0)
-                                                                       : Range{u->request, 0, 0};
-      attend(p, s, *u, i * u->split_keys, min(u->keys, (i + 1) * u->split_keys), after, w, state);
+      const Unit* const following = i + 1 == to && u + 1 < end && u[1].first_item < last ? u + 1 : nullptr;
+      const Range after = following != nullptr ? split_start(*following, 0)
+                          : i + 1 < to         ? split_start(*u, i + 1)
+                                               : Range{u->request, 0, 0};
+      attend(p, s, *u, i * u->split_keys, min(u->keys, (i + 1) * u->split_keys), after, following, w, state);
       if (u->slot < 0 && i > 0) merge(s, rows, w.total, w.part);
     }
     if (u->slot < 0) {

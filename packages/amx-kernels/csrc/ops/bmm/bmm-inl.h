@@ -143,24 +143,10 @@ void bmm_thread(void* argument, int thread) {
       const int64_t steps = product_steps(rows, static_cast<int>(call.steps), kBlockPanels);
       fetch = fetch_item(call, item, BmmItem(call, i + 1), steps, next);
     }
+    const Round result = {p.out + n * p.out_batch + row0 * p.out_row + panel0 * kGroup, p.out_row, rows,
+                          p.columns - panel0 * kGroup, vset(p.scale != nullptr ? p.scale[n * p.scale_batch] : 1.0f)};
     gemm<false>(a, static_cast<int>(rows), static_cast<int>(call.steps), b, panel_size, kStepK * kGroup,
-                static_cast<int>(panels), c, c_panel, &fetch);
-
-    const V factor = vset(p.scale != nullptr ? p.scale[n * p.scale_batch] : 1.0f);
-    const int64_t live = min<int64_t>(panels * kGroup, p.columns - panel0 * kGroup);
-    for (int64_t r = 0; r < rows; ++r) {
-      bf16* out = p.out + n * p.out_batch + (row0 + r) * p.out_row + panel0 * kGroup;
-      const float* row = c + r * kGroup;
-      int64_t i = 0;
-      for (; i + 2 * kGroup <= live; i += 2 * kGroup, row += 2 * c_panel) {
-        store_row32(out + i, vmul(vload(row), factor), vmul(vload(row + c_panel), factor));
-      }
-      for (; i < live; i += kGroup, row += c_panel) {
-        bf16 tail[kGroup];
-        store16(tail, vmul(vload(row), factor));
-        memcpy(out + i, tail, static_cast<size_t>(min<int64_t>(kGroup, live - i)) * sizeof(bf16));
-      }
-    }
+                static_cast<int>(panels), c, c_panel, &fetch, result);
   }
 }
 

@@ -13,25 +13,48 @@ struct ConcatCall {
   int tasks;
 };
 
-// The row of the cache that token t goes to; nullptr for a token that is not kept.
-bf16* row_of(const ConcatParams& p, int64_t t) {
-  const int64_t slot = p.slots_are_64bit ? static_cast<const int64_t*>(p.slots)[t * p.slot_stride]
-                                         : static_cast<const int32_t*>(p.slots)[t * p.slot_stride];
-  return slot < 0 ? nullptr : p.cache + slot / p.block_size * p.cache_block + slot % p.block_size * p.cache_row;
-}
+// Finds the rows of the cache that tokens go to. Slots mostly follow each other: only a new block costs a division.
+class Rows {
+ public:
+  explicit Rows(const ConcatParams& p) : p_(p), block_(p.cache) {}
+
+  // nullptr for a token that is not kept.
+  bf16* of(int64_t t) {
+    const int64_t slot = p_.slots_are_64bit ? static_cast<const int64_t*>(p_.slots)[t * p_.slot_stride]
+                                            : static_cast<const int32_t*>(p_.slots)[t * p_.slot_stride];
+    if (slot < 0) return nullptr;
+    if (slot < first_ || slot - first_ >= p_.block_size) {
+      const int64_t block = slot / p_.block_size;
+      first_ = block * p_.block_size;
+      block_ = p_.cache + block * p_.cache_block;
+    }
+    return block_ + (slot - first_) * p_.cache_row;
+  }
+
+ private:
+  const ConcatParams& p_;
+  int64_t first_ = 0;  // slot of the block found last
+  bf16* block_;
+};
 
 void concat_task(void* argument, int task) {
   const ConcatCall& call = *static_cast<const ConcatCall*>(argument);
   const ConcatParams& p = call.p;
-  const int64_t last = p.tokens * (task + 1) / call.tasks, width = p.latent + p.rope;
-  for (int64_t t = p.tokens * task / call.tasks; t < last; ++t) {
-    if (const bf16* next = t + kAhead < last ? row_of(p, t + kAhead) : nullptr) {
+  const int64_t first = p.tokens * task / call.tasks, last = p.tokens * (task + 1) / call.tasks;
+  const int64_t width = p.latent + p.rope;
+  Rows rows(p);
+  bf16* found[kAhead] = {};
+  for (int64_t t = first; t < last + kAhead; ++t) {
+    bf16* const next = t < last ? rows.of(t) : nullptr;
+    if (next != nullptr) {
       for (int64_t i = 0; i < width; i += kStepK) __builtin_prefetch(next + i, 1, 3);
     }
-    bf16* row = row_of(p, t);
-    if (row == nullptr) continue;
-    memcpy(row, p.kv_c + t * p.kv_c_token, static_cast<size_t>(p.latent) * sizeof(bf16));
-    if (p.rope > 0) memcpy(row + p.latent, p.k_pe + t * p.k_pe_token, static_cast<size_t>(p.rope) * sizeof(bf16));
+    const int64_t token = t - kAhead;
+    if (bf16* row = found[t % kAhead]) {
+      memcpy(row, p.kv_c + token * p.kv_c_token, static_cast<size_t>(p.latent) * sizeof(bf16));
+      if (p.rope > 0) memcpy(row + p.latent, p.k_pe + token * p.k_pe_token, static_cast<size_t>(p.rope) * sizeof(bf16));
+    }
+    found[t % kAhead] = next;
   }
 }
 

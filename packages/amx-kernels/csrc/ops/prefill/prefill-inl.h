@@ -193,7 +193,7 @@ void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
     const bf16* v = w.values + k / kStepK * (s.value_panels * kStepK * kGroup);
     const auto product = first + k == 0 ? gemm<false> : gemm<true>;
     product(probabilities, groups * kGroup, padded / kStepK, v, kStepK * kGroup, s.value_panels * kStepK * kGroup,
-            static_cast<int>(s.value_panels), o, kQueryBlock * kGroup, nullptr);
+            static_cast<int>(s.value_panels), o, kQueryBlock * kGroup, nullptr, Keep{});
   }
 }
 
