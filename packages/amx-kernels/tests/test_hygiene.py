@@ -8,12 +8,14 @@ may use is what `isa` says it requires, so code and run-time check cannot drift 
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -268,3 +270,15 @@ def test_weak_symbol_is_noticed(tmp_path: Path) -> None:
     code = "inline __attribute__((noinline)) int shared(int a) { return a * 3; } int f(int a) { return shared(a); }"
     assert weak(compile_(tmp_path, "op_avx2", "-O2 -mavx2", code)) == ["_Z6sharedi"]
     assert weak(compile_(tmp_path, "op_avx2", "-O2 -mavx2", code.replace("inline __", "static __", 1))) == []
+
+
+def test_every_mutant_still_applies() -> None:
+    """The tests of the tests (mutants/run.py, too long for every day) edit the sources as they are."""
+    path = Path(__file__).parent / "mutants" / "run.py"
+    specification = importlib.util.spec_from_file_location("mutants_run", path)
+    mutants = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = mutants  # its dataclasses look their module up
+    specification.loader.exec_module(mutants)
+    sources = {m.file: (mutants.PACKAGE / "csrc" / m.file).read_text() for m in mutants.MUTANTS}
+    stale = [m.name for m in mutants.MUTANTS if sources[m.file].count(m.old) != 1]
+    assert not stale

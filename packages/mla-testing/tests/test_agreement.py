@@ -90,6 +90,50 @@ def test_log_probabilities(reference, error, fault):
     assert not result.ok and fault in str(result)
 
 
+class RoutedReference(TableReference):
+    """The same behind a router of three experts, two of which are chosen; the last token decides by how much."""
+
+    def __init__(self, tmp_path, logits, gaps):
+        super().__init__(tmp_path, logits)
+        whole = self._model
+
+        class FakeTopkRouter(torch.nn.Module):
+            def forward(self, ids):
+                gap = torch.tensor(gaps)[ids[0]]
+                router_logits = torch.stack([torch.zeros(len(gap)), gap + 1, gap], dim=1)
+                return router_logits, None, router_logits.topk(2).indices
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gate = FakeTopkRouter()
+
+            def forward(self, ids, use_cache):
+                self.gate(ids)
+                return whole(ids, use_cache)
+
+        self._model = Model()
+
+
+def test_places_near_a_tie_of_the_router_are_judged_apart(tmp_path):
+    gaps = [0.5] * VOCAB
+    gaps[2] = 0.01
+    reference = RoutedReference(tmp_path, np.roll(9 * np.eye(VOCAB), 1, axis=1), gaps)
+    assert reference.scores([1, 2, 3]).routing == pytest.approx([0.5, 0.01])
+    logprobs = [reference.logprob(t, t + 1) for t in (1, 2, 3)]
+
+    def judged(errors):
+        served = [value + error for value, error in zip(logprobs, errors, strict=True)]
+        return compare_with_transformers(reference, [Served([1], [2, 3, 4], served)])
+
+    tie = judged([0.0, 0.1, 0.0])
+    assert tie.settled == pytest.approx(2 / 3) and tie.max == pytest.approx(0.1) and tie.settled_p99 < 1e-6
+    elsewhere = judged([0.1, 0.0, 0.0])
+    assert elsewhere.settled_p99 == pytest.approx(0.1, rel=0.02)  # of two places
+    with pytest.raises(AssertionError, match=r"0\.06 \(p99 where routers are settled\)"):
+        elsewhere.check(settled_p99=0.06)
+
+
 def test_prompt_log_probabilities_are_judged_alone(reference):
     good = [reference.logprob(t, t + 1) for t in (0, 1)]
     assert compare_with_transformers(reference, [Served([0, 1, 2], [], None, [None, *good])]).ok

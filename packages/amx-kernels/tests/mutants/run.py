@@ -201,7 +201,7 @@ MUTANTS = (
         "c.require(slot <= slots,",
         ERRORS,
     ),
-    Mutant("slot -1 written", "ops/cache/concat.cpp", "if (slot < 0) continue;", "if (slot < -1) continue;", CACHE),
+    Mutant("slot -1 written", "ops/cache/concat.cpp", "if (slot < 0) return", "if (slot < -1) return", CACHE),
     Mutant(
         "overlapping output accepted",
         "capi/check.cpp",
@@ -225,9 +225,16 @@ MUTANTS = (
     ),
     Mutant(
         "column tail writes a whole vector",
-        "ops/bmm/bmm-inl.h",
-        "for (; i + 2 * kGroup <= live; i += 2 * kGroup,",
-        "for (; i < live; i += 2 * kGroup,",
+        "tile/result-inl.h",
+        "min<int64_t>(NR, columns / kGroup)",
+        "min<int64_t>(NR, ceil_div(columns, kGroup))",
+        BMM,
+    ),
+    Mutant(
+        "a row past the last written",
+        "tile/vector_gemm-inl.h",
+        "if (m * kAccRows + r >= result.rows) return;",
+        "if (m * kAccRows + r > result.rows) return;",
         BMM,
     ),
     Mutant(

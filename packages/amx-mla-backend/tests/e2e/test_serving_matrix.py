@@ -72,6 +72,7 @@ def test_a_cell_serves_or_refuses(tmp_path: Path, name: str) -> None:
     assert not any(request["cached"] for request in first)
     assert any(request["cached"] for request in again) == cached
     found = agreement.compare_with_transformers(model, [*first, *again])
-    # The stricter median; of the 99th percentile what the agreement asks of bfloat16 in general: on a Zen 4 CPU vLLM's
-    # own CPU_MLA is 0.079 off there, after prompts of two and five tokens, where each token's rounding weighs most.
-    found.check(median=agreement.TINY_MEDIAN)
+    # Of so few tokens, after prompts of two and five, near ties of a router are a hundredth: 0.079 was seen of vLLM's
+    # own CPU_MLA. The strict limit is for the others, and they are most.
+    found.check(median=agreement.TINY_MEDIAN, settled_p99=agreement.TINY_P99)
+    assert found.settled > 0.7
