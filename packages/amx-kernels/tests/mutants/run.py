@@ -6,7 +6,10 @@
 Every mutant is one textual edit of a copy of the sources, built there and given to the kernel suite until a test fails
 or the process dies. At the end the sources are built unchanged, and every test that caught something must pass: what it
 caught was the mutation. Exit status 1 if a mutant survives, an edit no longer applies, or a catching test fails without
-it. Needs a compiler, CMake, pybind11, pytest and mla-testing (installed or on PYTHONPATH).
+it. Needs a compiler, CMake, pybind11, pytest, amx-kernels and mla-testing (installed or on PYTHONPATH).
+
+An algorithm is one text for all tiers, so two of them do; a mutant of what only one tier has is run on that one, where
+the CPU has it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from amx_kernels import isa
 
 PACKAGE = Path(__file__).parents[2]
 TESTS = PACKAGE / "tests"
@@ -44,6 +49,8 @@ class Mutant:
     new: str
     #: Modules of the suite it is given to, from the folder of the tests.
     tests: tuple[str, ...]
+    #: The only tier that has it; empty: all have.
+    tier: str = ""
 
 
 MUTANTS = (
@@ -109,6 +116,7 @@ MUTANTS = (
         "(rows + kHalf - 1) / kGroup",
         "(rows + kHalf - 2) / kGroup",
         ATTENTION,
+        "avx512bf16",
     ),
     Mutant(
         "half panel keeps every second pair only",
@@ -116,6 +124,7 @@ MUTANTS = (
         "vadd(acc[m], _mm512_permute_ps(acc[m], 0xb1))",
         "acc[m]",
         ATTENTION,
+        "avx512bf16",
     ),
     Mutant(
         "last register block of values in place left out",
@@ -123,6 +132,7 @@ MUTANTS = (
         "if (m < rows) in_place_rows",
         "if (m + 1 < rows) in_place_rows",
         ATTENTION,
+        "avx512bf16",
     ),
     Mutant(
         "output not rescaled when the maximum grows",
@@ -264,8 +274,8 @@ def plugin_arguments() -> list[str]:
 class Copy:
     """A copy of the package's sources, its build folder, and the suite run against it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.source, self.build = folder / "amx-kernels", folder / "build"
+    def __init__(self, folder: Path, tier: str) -> None:
+        self.source, self.build, self.tier = folder / "amx-kernels", folder / "build", tier
         ignore = shutil.ignore_patterns("build", "tests", "*.so", "__pycache__")
         shutil.copytree(PACKAGE, self.source, ignore=ignore)
 
@@ -273,8 +283,9 @@ class Copy:
         return self.source / "csrc" / mutant.file
 
     def configure(self) -> None:
-        # The algorithm is one text for all tiers, so two of them do; at -O1 it builds faster and breaks the same ways.
-        options = ["-DAMXK_DEV=ON", "-DAMXK_TORCH=OFF", "-DAMXK_TIERS=portable;amxbf16"]
+        tiers = f"portable;{self.tier}" if self.tier else "portable;amxbf16"
+        # At -O1 it builds faster and breaks the same ways.
+        options = ["-DAMXK_DEV=ON", "-DAMXK_TORCH=OFF", f"-DAMXK_TIERS={tiers}"]
         options.append("-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG")
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         arguments = ["cmake", *generator, f"-DPython_EXECUTABLE={sys.executable}", *options]
@@ -294,7 +305,7 @@ class Copy:
         options = ["-x", "-v", "--tb=no", "-p", "no:cacheprovider", "-p", "no:faulthandler", *plugin_arguments()]
         paths = [str(self.source / "src"), *filter(None, sys.path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-        options += ["-k", "not avx and not torch"]
+        options += ["-k", f"{self.tier or 'not avx'} and not torch"]
         command = [sys.executable, "-m", "pytest", *options, *(str(TESTS / test) for test in selection)]
         try:
             done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=timeout)
@@ -324,20 +335,39 @@ def main() -> int:
     stale = [m for m in chosen if (PACKAGE / "csrc" / m.file).read_text().count(m.old) != 1]
     for m in stale:
         print(f"{m.name}: {m.old!r} does not occur exactly once in csrc/{m.file}; mend the mutant")
+    chosen = [m for m in chosen if m not in stale]
+    usable = {"", *(tier.name for tier in isa.tiers() if tier.usable)}
+    for m in chosen:
+        if m.tier not in usable:
+            print(f"{m.name}: not run, this CPU lacks {m.tier}")
+    survivors: list[str] = []
+    status: int | str = 0
+    for tier in sorted({m.tier for m in chosen} & usable):
+        mine, its_status = run([m for m in chosen if m.tier == tier], tier, arguments.timeout)
+        survivors += mine
+        status = status or its_status
+    total = sum(m.tier in usable for m in chosen)
+    print(
+        f"{total - len(survivors)} of {total} mutants caught, {len(survivors)} survived, {len(stale)} no longer apply"
+    )
+    return int(bool(survivors or stale or status != 0))
+
+
+def run(chosen: Sequence[Mutant], tier: str, timeout: float) -> tuple[list[str], int | str]:
+    """The names of those of the mutants of a tier (empty: of all) that survived, and the status of the catching tests
+    on the unchanged sources."""
     survivors: list[str] = []
     caught_by: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="amxk-mutants-") as folder:
-        copy = Copy(Path(folder))
+        copy = Copy(Path(folder), tier)
         copy.configure()
         for m in chosen:
-            if m in stale:
-                continue
             path, begin = copy.path(m), time.monotonic()
             original = path.read_text()
             path.write_text(original.replace(m.old, m.new))
             copy.compile()
             built = time.monotonic()
-            status, output = copy.test(m.tests, arguments.timeout)
+            status, output = copy.test(m.tests, timeout)
             path.write_text(original)
             test = catching_test(output) if status not in (0, "timeout") else None
             if test is None:
@@ -352,14 +382,10 @@ def main() -> int:
             times = f"{built - begin:4.0f} s to build, {now - built:4.0f} s to test"
             print(f"{m.name:<52} {times}: {verdict}", flush=True)
         copy.compile()
-        status, output = copy.test(sorted(caught_by), 3 * arguments.timeout) if caught_by else (0, "")
+        status, output = copy.test(sorted(caught_by), 3 * timeout) if caught_by else (0, "")
     if status != 0:
         print(f"tests that caught mutants fail on the unchanged sources too:\n{output[-3000:]}")
-    total = len(chosen) - len(stale)
-    print(
-        f"{total - len(survivors)} of {total} mutants caught, {len(survivors)} survived, {len(stale)} no longer apply"
-    )
-    return int(bool(survivors or stale or status != 0))
+    return survivors, status
 
 
 if __name__ == "__main__":
