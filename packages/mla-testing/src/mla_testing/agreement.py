@@ -175,7 +175,7 @@ class Reference:
         key = tuple(int(t) for t in token_ids)
         if key not in self._scores:
             digest = hashlib.sha256(np.array(key, np.int64).tobytes()).hexdigest()[:20]
-            file = self.cache_dir / f"{digest}-{len(fields(_Scores))}.npz"
+            file = self.cache_dir / f"{digest}-{len(fields(_Scores))}.npz"  # one that holds fewer arrays is not read
             if file.exists():
                 with np.load(file) as stored:
                     self._scores[key] = _Scores(**stored)
