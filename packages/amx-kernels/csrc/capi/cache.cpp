@@ -27,9 +27,7 @@ extern "C" amxk_code amxk_concat_and_cache_mla(const amxk_tensor* kv_c, const am
             kv_c->sizes[0]);
   if (!c.ok()) return c.code();
   const int64_t slots = kv_cache->sizes[0] * kv_cache->sizes[1];
-  int64_t largest = -1;
-  for (int64_t t = 0; t < tokens; ++t) largest = max(largest, index_at(slot_mapping, t));
-  for (int64_t t = 0; largest >= slots && t < tokens; ++t) {  // the first that is too large is named
+  for (int64_t t = 0; t < tokens; ++t) {
     const int64_t slot = index_at(slot_mapping, t);
     if (!c.require(slot < slots,
                    "slot_mapping[%" PRId64 "] is %" PRId64 ", expected below %" PRId64 " (num_blocks x block_size)", t,

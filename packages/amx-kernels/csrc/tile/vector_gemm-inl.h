@@ -12,8 +12,8 @@
 // Sums run over k in one order for every shape, so a row's result does not depend on its neighbours.
 //
 // The including tier supplies Acc (of kAccRows rows), BPair, APrepared, ARows and: acc_zero, acc_load, acc_store, acc_row,
-// b_load, prepare, mac, how many steps of k go together (kChunkSteps), and the register blocks kRows[panels - 1] (rows per block
-// when 1, 2 or 4 panels are processed together), kMaxPanels.
+// b_load, prepare, mac, how many steps of k go together (kChunkSteps), and the register blocks kRows[panels - 1] (rows per
+// block when 1, 2 or 4 panels are processed together), kMaxPanels.
 #pragma once
 
 #include "tile/fetch-inl.h"

@@ -102,7 +102,7 @@ class Agreement:
     median: float | None
     p99: float | None
     max: float | None
-    #: The 99th percentile over settled places (``SETTLED``), and the share of those.
+    #: The 99th percentile over settled places (``SETTLED``), None without any, and the share of those.
     settled_p99: float | None = None
     settled: float | None = None
     #: Each rule that was broken, in words; the first offending token is named.
@@ -112,9 +112,10 @@ class Agreement:
         text = f"{self.requests} requests, {self.tokens} tokens served, {self.greedy_match:.2%} transformers' likeliest"
         if self.median is not None:
             text += (
-                f"; log-probabilities differ by {self.median:.4f} (median) {self.p99:.4f} (p99) {self.max:.4f} (max), "
-                f"where routers are settled ({self.settled:.0%}) by {self.settled_p99:.4f} (p99)"
+                f"; log-probabilities differ by {self.median:.4f} (median) {self.p99:.4f} (p99) {self.max:.4f} (max)"
             )
+        if self.settled_p99 is not None:
+            text += f", where routers are settled ({self.settled:.0%}) by {self.settled_p99:.4f} (p99)"
         return "\n".join([text, *self.faults])
 
     def check(self, *, median: float = MEDIAN, p99: float = P99, settled_p99: float = P99) -> None:
@@ -286,7 +287,8 @@ def compare_with_transformers(
     if differences and (every := np.concatenate(differences)).size:
         median, p99, largest = float(np.median(every)), float(np.percentile(every, 99)), float(every.max())
         clear = np.concatenate(settled)
-        share, settled_p99 = float(clear.mean()), float(np.percentile(every[clear], 99)) if clear.any() else 0.0
+        share = float(clear.mean())
+        settled_p99 = float(np.percentile(every[clear], 99)) if clear.any() else None
         for name, value, limit in (("median", median, MEDIAN), ("99th percentile", p99, P99)):
             if value > limit:
                 faults.append(f"log-probabilities differ by {value:.4f} in the {name}, at most {limit} is right")

@@ -52,7 +52,7 @@ _ERRORS = {
 _MIB = 1 << 20
 
 #: The CPUs of this process. Read once, on import: OpenMP may bind the main thread to one of them later.
-CPUS = frozenset(os.sched_getaffinity(0))
+CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 class LimitsError(RuntimeError):
