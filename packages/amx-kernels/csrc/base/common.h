@@ -54,6 +54,17 @@ struct RowGroup {
 
 constexpr int kGroup = 16;  // rows in a group, columns in a panel, fp32 lanes of a vector
 constexpr int kStepK = 32;  // the inner dimension is processed in steps of 32 bf16: one AMX tile row
+
+// Panels of 16 columns, their rows in pairs. Distances in elements: from panel to panel, from 32 rows to the next 32, and
+// from pair to pair.
+struct Panels {
+  const bf16* at;
+  int64_t panel, step, pair = 2 * kGroup;
+
+  AMXK_INLINE_MEMBER Panels from(int64_t n) const { return {at + n * panel, panel, step, pair}; }
+  AMXK_INLINE_MEMBER Panels from_step(int64_t k) const { return {at + k * step, panel, step, pair}; }
+};
+
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 

@@ -34,8 +34,7 @@ AMXK_INLINE void for_index(F f) {
 
 // MT x NT tiles of C. Tiles 0-3: C. Tiles 4, 5: A. Tiles 6, 7: B. The longer side alternates between its two.
 template <bool kAccumulate, int MT, int NT>
-AMXK_INLINE void gemm_tiles(const RowGroup* a, int k_steps, const bf16* b, int64_t b_panel, int64_t b_step, float* c,
-                            int64_t c_panel) {
+AMXK_INLINE void gemm_tiles(const RowGroup* a, int k_steps, const Panels& b, float* c, int64_t c_panel) {
   static_assert(MT * NT <= 4, "four accumulator tiles");
   const auto c_tile = [=](int t) { return c + t % NT * c_panel + t / NT * (kGroup * kGroup); };
 
@@ -47,13 +46,14 @@ AMXK_INLINE void gemm_tiles(const RowGroup* a, int k_steps, const bf16* b, int64
       tile_zero<T>();
     }
   });
+  const int64_t b_line = b.pair * static_cast<int64_t>(sizeof(bf16));
   for (int k = 0; k < k_steps; ++k) {
     for_index<MT * NT>([&](auto t) {
       constexpr int T = decltype(t)::value, M = T / NT, N = T % NT;
       if constexpr (N == 0) {
         tile_load<4 + M % 2>(a[M].row + k * kStepK, a[M].stride * static_cast<int64_t>(sizeof(bf16)));
       }
-      if constexpr (M == 0) tile_load<6 + N % 2>(b + N * b_panel + k * b_step, kLine);
+      if constexpr (M == 0) tile_load<6 + N % 2>(b.from(N).from_step(k).at, b_line);
       tile_dpbf16<T, 4 + M % 2, 6 + N % 2>();
     });
   }
@@ -65,16 +65,17 @@ AMXK_INLINE void gemm_tiles(const RowGroup* a, int k_steps, const bf16* b, int64
 
 // Tile loads leave no line-fill buffer to spare: rows are fetched between products.
 constexpr bool kFetchInProduct = false;
+constexpr int kMaxPanels = 4;
+AMXK_INLINE constexpr int rows_read(int) { return kGroup; }  // whole tiles
 AMXK_INLINE int64_t product_steps(int64_t, int, int) { return 0; }
 
 template <bool kAccumulate, class Result = Keep>
-static __attribute__((noinline)) void gemm(const RowGroup* a, int rows, int k_steps, const bf16* b, int64_t b_panel,
-                                           int64_t b_step, int panels, float* c, int64_t c_panel, Fetch* = nullptr,
-                                           const Result& result = {}) {
+static __attribute__((noinline)) void gemm(const RowGroup* a, int rows, int k_steps, const Panels& b, int panels,
+                                           float* c, int64_t c_panel, Fetch* = nullptr, const Result& result = {}) {
   const int groups = static_cast<int>(ceil_div(rows, kGroup));
   const auto product = [=](auto mt, auto nt, int m, int n) {
     gemm_tiles<kAccumulate, decltype(mt)::value, decltype(nt)::value>(
-        a + m, k_steps, b + n * b_panel, b_panel, b_step, c + n * c_panel + m * (kGroup * kGroup), c_panel);
+        a + m, k_steps, b.from(n), c + n * c_panel + m * (kGroup * kGroup), c_panel);
   };
   int n = 0;
   if (groups > 1) {

@@ -24,7 +24,7 @@ constexpr int kMaxPanels = 4;
 constexpr int kRows[] = {16, 8, 0, 4};
 constexpr int kChunkSteps = 1 << 20;  // rows are read as they lie, however long
 
-AMXK_INLINE void prepare(RowGroup group, int, APrepared& a) { a = group; }
+AMXK_INLINE void prepare(RowGroup group, int, int, APrepared& a) { a = group; }
 AMXK_INLINE Acc acc_zero() { return vset(0.0f); }
 AMXK_INLINE Acc acc_load(const float* p) { return vload(p); }
 AMXK_INLINE void acc_store(float* p, Acc a) { vstore(p, a); }

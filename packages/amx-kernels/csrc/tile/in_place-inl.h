@@ -69,7 +69,7 @@ static __attribute__((noinline)) void gemm_values_in_place(RowGroup p, int rows,
                                                            int64_t panels, float* c, int64_t c_panel, Fetch fetch) {
   APrepared prepared;
   for (; rows > 0; rows -= kGroup, p.row += kGroup * p.stride, c += kGroup * kGroup) {
-    prepare(p, static_cast<int>(round_up(groups * kGroup, kStepK)), prepared);
+    prepare(p, rows_read(min(rows, kGroup)), static_cast<int>(round_up(groups * kGroup, kStepK)), prepared);
     for (int64_t n = 0; n < panels; n += 2) {
       in_place_rows<kAccumulate, kInPlaceRows>(prepared, 0, min(rows, kGroup), v, groups, n * kGroup, c + n * c_panel,
                                                c_panel, fetch);

@@ -22,8 +22,8 @@ struct APrepared {
   alignas(64) float rows[kGroup * kWidenedStride];
 };
 
-AMXK_INLINE void prepare(RowGroup group, int k, APrepared& a) {
-  for (int i = 0; i < kGroup; ++i) {
+AMXK_INLINE void prepare(RowGroup group, int rows, int k, APrepared& a) {
+  for (int i = 0; i < rows; ++i) {
     float* row = a.rows + i * kWidenedStride;
     widen_row(group.row + i * group.stride, k, row, row + kOdd);
   }

@@ -17,7 +17,7 @@ static bf16 a[kGroups * kGroup][kStride];                   // rows with a gap b
 static bf16 b[kPanels][kSteps * kStepK / 2][kGroup][2];     // panels, rows in pairs
 static float c[kPanels][kGroups * kGroup][kGroup];
 
-constexpr int64_t kPanel = sizeof b[0] / sizeof(bf16), kStep = kStepK * kGroup, kOut = sizeof c[0] / sizeof(float);
+constexpr int64_t kPanel = sizeof b[0] / sizeof(bf16), kOut = sizeof c[0] / sizeof(float);
 
 int main() {
   srand(1);
@@ -36,8 +36,8 @@ int main() {
       memset(c, 0xee, sizeof c);
       {
         TileScope tiles;
-        gemm<false>(rows, groups * kGroup, kSteps, b[0][0][0], kPanel, kStep, panels, c[0][0], kOut);
-        gemm<true>(rows, groups * kGroup, kSteps, b[0][0][0], kPanel, kStep, panels, c[0][0], kOut);
+        gemm<false>(rows, groups * kGroup, kSteps, {b[0][0][0], kPanel, kStepK * kGroup}, panels, c[0][0], kOut);
+        gemm<true>(rows, groups * kGroup, kSteps, {b[0][0][0], kPanel, kStepK * kGroup}, panels, c[0][0], kOut);
       }
       for (int p = 0; p < panels; ++p)
         for (int m = 0; m < groups * kGroup; ++m)

@@ -240,7 +240,7 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
     const int fetched = kFetchInProduct || left > 0 ? next.fetched : 0;
     const int whole = whole_groups(rows);
     if (whole > 0) {
-      gemm<false>(block.groups, block.num_groups * kGroup, steps_q, w.q, s.q_panel(), kStepK * kGroup, whole, w.s,
+      gemm<false>(block.groups, block.num_groups * kGroup, steps_q, {w.q, s.q_panel(), kStepK * kGroup}, whole, w.s,
                   s.s_panel());
     }
 #ifdef AMXK_HALF_PANEL
@@ -289,7 +289,7 @@ void attend(const AttentionParams& p, const Shape& s, const Unit& u, int64_t beg
         float* o = state.o + n * s.o_panel() + static_cast<int64_t>(g) * kGroup * kGroup;
         const auto product = first == begin ? gemm<false> : gemm<true>;
         const int live = static_cast<int>(min<int64_t>(chunk * kGroup, rows - g * kGroup));
-        product(probabilities, live, padded / kStepK, w.v, kStepK * kGroup, kValuePanels * kStepK * kGroup, panels, o,
+        product(probabilities, live, padded / kStepK, {w.v, kStepK * kGroup, kValuePanels * kStepK * kGroup}, panels, o,
                 s.o_panel(), kFetchInProduct ? &fetch : nullptr, Keep{});
       }
     }

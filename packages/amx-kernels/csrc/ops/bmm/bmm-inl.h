@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Batched matrix product with packed or plain weights, one text for every tier: absorb (q W_UK) and de-absorb (o W_UV).
 //
-// A block of 64 rows x 8 panels of 16 columns is computed into 32 KB of fp32, which L1 keeps, then rounded to bf16 and
+// A block of 64 rows x 4 panels of 16 columns is computed into 16 KB of fp32, which L1 keeps, then rounded to bf16 and
 // written to its place. Blocks of the same rows follow each other; with plain weights, blocks of the same weights, which
 // are packed once for all rows. What the next block reads anew, packed weights or rows, is fetched meanwhile: rows of all
 // heads lie side by side, so those of one head are a line here and a line there, which no hardware prefetcher follows.
@@ -10,6 +10,7 @@
 #include "base/scratch.h"
 #include "ops/bmm/params.h"
 #include "tile/pack-inl.h"
+#include "tile/weight-inl.h"
 
 namespace amxk {
 namespace AMXK_TIER {
@@ -18,7 +19,7 @@ namespace {
 constexpr int kBlockGroups = 4;
 // Rows this far apart fall into one or two sets of L1, which cannot hold the 16 of a group: they are copied.
 constexpr int64_t kConflict = 1024;  // elements
-constexpr int kBlockPanels = 8;
+constexpr int kBlockPanels = kWeightPanels;
 constexpr int64_t kFetchedRows = kBlockGroups * kGroup;
 
 struct BmmCall {
@@ -45,8 +46,9 @@ struct BmmItem {
   }
 };
 
-AMXK_INLINE const bf16* packed_panels(const BmmCall& call, const BmmItem& item) {
-  return call.p.mat2 + (item.n * ceil_div(call.p.columns, kGroup) + item.panel0) * call.depth * kGroup;
+AMXK_INLINE Panels packed_block(const BmmCall& call, const BmmItem& item) {
+  const int64_t panels = ceil_div(call.p.columns, kGroup);
+  return packed_block(call.p.mat2 + item.n * packed_size(panels, call.depth), item.panel0, panels, call.depth);
 }
 
 // What the item after `item` reads and this one does not, if there is one, to be fetched within `steps` steps.
@@ -54,10 +56,12 @@ AMXK_INLINE Fetch fetch_item(const BmmCall& call, const BmmItem& item, const Bmm
                              RowGroup* groups) {
   const BmmParams& p = call.p;
   if (p.packed && p.rows <= kBlockGroups * kGroup) {  // each block of weights is read once
-    if (p.rows < kGroup) return Fetch{};  // and so fast that the hardware does better by itself
+    // With few rows a whole block at once is read so fast that the hardware does better by itself; panel by panel, it
+    // would see every fourth line only.
+    if (p.rows < kGroup && kMaxPanels == kWeightPanels) return Fetch{};
     const int64_t size = next.panels * call.depth * kGroup;
     const int64_t rows = min(steps, kFetchedRows), width = round_up(ceil_div(size, rows), kStepK);
-    const bf16* from = packed_panels(call, next);
+    const bf16* from = packed_block(call, next).at;
     for (int64_t r = 0; r < rows; r += kGroup) groups[r / kGroup] = {from + r * width, width};
     return fetch_rows(groups, static_cast<int>(rows), width, steps);
   }
@@ -67,16 +71,16 @@ AMXK_INLINE Fetch fetch_item(const BmmCall& call, const BmmItem& item, const Bmm
   return fetch_rows(groups, static_cast<int>(next.rows), p.depth, steps);
 }
 
-// Panel n of a plain weight matrix.
+// Panel n of a plain weight matrix. pair: as for pack_panel.
 AMXK_INLINE void pack_weight_panel(const bf16* weight, int64_t stride, int64_t columns, int64_t depth, int64_t padded,
-                                   int64_t n, bf16* staging, bf16* panel) {
+                                   int64_t n, bf16* staging, bf16* panel, int64_t pair) {
   const int64_t live = min<int64_t>(kGroup, columns - n * kGroup);
   const bf16* rows = weight + n * kGroup * stride;
   if (live < kGroup || depth != padded || stride % 2 != 0) {
     copy_group(rows, stride, live, depth, padded, staging);
-    pack_panel(staging, padded, padded / kStepK, panel);
+    pack_panel(staging, padded, padded / kStepK, panel, pair);
   } else {
-    pack_panel(rows, stride, padded / kStepK, panel);
+    pack_panel(rows, stride, padded / kStepK, panel, pair);
   }
 }
 
@@ -105,7 +109,7 @@ void bmm_thread(void* argument, int thread) {
   const TileScope tiles;
 
   int64_t weights_at = -1, rows_at = -1;  // what plain and a hold
-  const bf16* b = nullptr;
+  Panels b = {};
   RowGroup a[kBlockGroups];
   for (int64_t i = first; i < last; ++i) {
     const BmmItem item(call, i);
@@ -113,14 +117,14 @@ void bmm_thread(void* argument, int thread) {
     const int groups = static_cast<int>(ceil_div(rows, kGroup));
 
     if (p.packed) {
-      b = packed_panels(call, item);
+      b = packed_block(call, item);
     } else if (weights_at != n * call.panel_blocks + panel_block) {
       weights_at = n * call.panel_blocks + panel_block;
+      b = packed_block(plain, 0, panels, call.depth);
       for (int64_t i = 0; i < panels; ++i) {
         pack_weight_panel(p.mat2 + n * p.mat2_batch, p.mat2_row, p.columns, p.depth, call.depth, panel0 + i,
-                          plain + kBlockPanels * panel_size, plain + i * panel_size);
+                          plain + kBlockPanels * panel_size, plain + packed_offset(i, call.depth), b.pair);
       }
-      b = plain;
     }
 
     if (rows_at != n * call.row_blocks + row_block) {
@@ -129,10 +133,11 @@ void bmm_thread(void* argument, int thread) {
         const bf16* row = p.mat1 + n * p.mat1_batch + (row0 + g * kGroup) * p.mat1_row;
         const int64_t live = min<int64_t>(kGroup, rows - g * kGroup);
         a[g] = {row, p.mat1_row};
-        const bool conflict = p.mat1_row % kConflict == 0 && call.panel_blocks > 1;  // a copy must pay for itself
-        if (live < kGroup || p.depth != call.depth || conflict) {
+        const int64_t read = rows_read(static_cast<int>(live));
+        const bool conflict = p.mat1_row % kConflict == 0 && call.panel_blocks > 2;  // a copy must pay for itself
+        if (live < read || p.depth != call.depth || conflict) {
           bf16* copy = copies + g * kGroup * a_stride;
-          copy_group(row, p.mat1_row, live, p.depth, a_stride, copy);
+          copy_group(row, p.mat1_row, live, p.depth, a_stride, copy, read);
           a[g] = {copy, a_stride};
         }
       }
@@ -145,8 +150,8 @@ void bmm_thread(void* argument, int thread) {
     }
     const Round result = {p.out + n * p.out_batch + row0 * p.out_row + panel0 * kGroup, p.out_row, rows,
                           p.columns - panel0 * kGroup, vset(p.scale != nullptr ? p.scale[n * p.scale_batch] : 1.0f)};
-    gemm<false>(a, static_cast<int>(rows), static_cast<int>(call.steps), b, panel_size, kStepK * kGroup,
-                static_cast<int>(panels), c, c_panel, &fetch, result);
+    gemm<false>(a, static_cast<int>(rows), static_cast<int>(call.steps), b, static_cast<int>(panels), c, c_panel,
+                &fetch, result);
   }
 }
 
@@ -180,8 +185,9 @@ void pack_thread(void* argument, int thread) {
     return;
   }
   for (int64_t i = first; i < last; ++i) {
-    pack_weight_panel(p.weight + i / panels * p.weight_batch, p.weight_row, p.columns, p.depth, depth, i % panels,
-                      staging, p.packed + i * depth * kGroup);
+    const int64_t batch = i / panels, n = i % panels;
+    pack_weight_panel(p.weight + batch * p.weight_batch, p.weight_row, p.columns, p.depth, depth, n, staging,
+                      p.packed + batch * packed_size(panels, depth) + packed_offset(n, depth), packed_pair(n, panels));
   }
 }
 

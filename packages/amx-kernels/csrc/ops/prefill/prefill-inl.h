@@ -18,6 +18,7 @@
 #include "ops/attention/softmax-inl.h"
 #include "ops/prefill/params.h"
 #include "tile/pack-inl.h"
+#include "tile/weight-inl.h"
 
 namespace amxk {
 namespace AMXK_TIER {
@@ -114,6 +115,15 @@ void pack_keys(const PrefillParams& p, const PrefillShape& s, const RowGroup& gr
   }
 }
 
+// Latent rows times a packed weight, in panels of fp32.
+AMXK_INLINE void project(const RowGroup* latent, int rows, int steps, const bf16* weight, int64_t panels, float* product) {
+  for (int64_t n = 0; n < panels; n += kWeightPanels) {
+    const int block = static_cast<int>(min<int64_t>(kWeightPanels, panels - n));
+    gemm<false>(latent, rows, steps, packed_block(weight, n, panels, steps * kStepK), block, product + n * kProductPanel,
+                kProductPanel);
+  }
+}
+
 // One head of the keys [first, first + n): K in panels of 16 keys, V in panels of row pairs. V's rows up to the next
 // multiple of 32 are zero.
 void expand(const PrefillParams& p, const PrefillShape& s, int64_t request, int64_t head, int64_t first, int n,
@@ -123,18 +133,15 @@ void expand(const PrefillParams& p, const PrefillShape& s, int64_t request, int6
   const int num_groups = static_cast<int>(ceil_div(n, kGroup));
   const int padded = static_cast<int>(round_up(n, kStepK));
   const int steps = static_cast<int>(s.latent / kStepK);
-  const int64_t weight_panel = s.latent * kGroup;
-  const bf16* w_uk = p.w_uk + head * s.nope_panels * weight_panel;
-  const bf16* w_uv = p.w_uv + head * s.value_panels * weight_panel;
+  const bf16* w_uk = p.w_uk + head * packed_size(s.nope_panels, s.latent);
+  const bf16* w_uv = p.w_uv + head * packed_size(s.value_panels, s.latent);
   for (int g = 0; g < num_groups; g += kExpandRows / kGroup) {
     const int chunk = min(num_groups - g, kExpandRows / kGroup);
-    gemm<false>(groups + g, chunk * kGroup, steps, w_uk, weight_panel, kStepK * kGroup, static_cast<int>(s.nope_panels),
-                w.product, kProductPanel);
+    project(groups + g, chunk * kGroup, steps, w_uk, s.nope_panels, w.product);
     for (int i = 0; i < chunk; ++i) {
       pack_keys(p, s, groups[g + i], w.product + i * kGroup * kGroup, w.keys + (g + i) * s.key_panel());
     }
-    gemm<false>(groups + g, chunk * kGroup, steps, w_uv, weight_panel, kStepK * kGroup, static_cast<int>(s.value_panels),
-                w.product, kProductPanel);
+    project(groups + g, chunk * kGroup, steps, w_uv, s.value_panels, w.product);
     for (int r = 0; r < chunk * kGroup; r += 2) {
       const int key = g * kGroup + r;
       bf16* line = w.values + key / kStepK * (s.value_panels * kStepK * kGroup) + key % kStepK * kGroup;
@@ -172,8 +179,8 @@ void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
     const int panels = static_cast<int>(ceil_div(keys, kGroup)), padded = static_cast<int>(round_up(keys, kStepK));
     RowGroup rows[kQueryBlock / kGroup], probabilities[kQueryBlock / kGroup];
     for (int g = 0; g < groups; ++g) rows[g] = {w.q + (row0 + g * kGroup) * s.key_width, s.key_width};
-    gemm<false>(rows, groups * kGroup, static_cast<int>(s.key_width / kStepK), w.keys + k / kGroup * s.key_panel(),
-                s.key_panel(), kStepK * kGroup, panels, w.scores, kScoreRows * kGroup);
+    gemm<false>(rows, groups * kGroup, static_cast<int>(s.key_width / kStepK), 
+                {w.keys + k / kGroup * s.key_panel(), s.key_panel(), kStepK * kGroup}, panels, w.scores, kScoreRows * kGroup);
     for (int g = 0; g < groups; ++g) {
       alignas(64) int32_t visible[kGroup];
       for (int i = 0; i < kGroup; ++i) {
@@ -192,8 +199,8 @@ void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
     }
     const bf16* v = w.values + k / kStepK * (s.value_panels * kStepK * kGroup);
     const auto product = first + k == 0 ? gemm<false> : gemm<true>;
-    product(probabilities, groups * kGroup, padded / kStepK, v, kStepK * kGroup, s.value_panels * kStepK * kGroup,
-            static_cast<int>(s.value_panels), o, kQueryBlock * kGroup, nullptr, Keep{});
+    product(probabilities, groups * kGroup, padded / kStepK, 
+            {v, kStepK * kGroup, s.value_panels * kStepK * kGroup}, static_cast<int>(s.value_panels), o, kQueryBlock * kGroup, nullptr, Keep{});
   }
 }
 
