@@ -46,6 +46,14 @@ AMXK_INLINE bf16 float_to_bf16(float f) {
   return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// Copies n elements in order. Rows here are short (64 to 576 elements): calling the C library for each would cost as much
+// again, and glibc copies some of them backwards, which no hardware prefetcher expects of rows that follow each other.
+AMXK_INLINE void copy_elements(bf16* to, const bf16* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) memcpy(to + i, from + i, 16 * sizeof(bf16));
+  for (; i < n; ++i) to[i] = from[i];
+}
+
 // Sixteen rows of bf16 at a constant stride in elements: what one AMX A tile holds, on every tier.
 struct RowGroup {
   const bf16* row;

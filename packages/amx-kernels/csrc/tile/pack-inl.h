@@ -15,13 +15,6 @@ AMXK_INLINE void pack_panel(const bf16* rows, int64_t stride, int64_t steps, bf1
   }
 }
 
-// Copies n elements. Rows here are short (64 to 576 elements): calling the C library for each would cost as much again.
-AMXK_INLINE void copy_elements(bf16* to, const bf16* from, int64_t n) {
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) memcpy(to + i, from + i, 16 * sizeof(bf16));
-  for (; i < n; ++i) to[i] = from[i];
-}
-
 // Copies n rows of `width` elements to `all` rows of `padded` elements each, zero elsewhere.
 AMXK_INLINE void copy_group(const bf16* rows, int64_t stride, int64_t n, int64_t width, int64_t padded, bf16* to,
                             int64_t all = kGroup) {

@@ -145,8 +145,8 @@ void pack_queries(const AttentionParams& p, const Shape& s, const Unit& u, bf16*
     for (int64_t r = first; r < min<int64_t>(first + kGroup, rows); ++r) {
       const int64_t t = token + r / p.heads, h = r % p.heads;
       bf16* row = staging + (r - first) * s.width;
-      memcpy(row, p.q_latent + t * p.q_latent_token + h * p.q_latent_head, p.cache.latent * sizeof(bf16));
-      memcpy(row + p.cache.latent, p.q_pe + t * p.q_pe_token + h * p.q_pe_head, p.cache.rope * sizeof(bf16));
+      copy_elements(row, p.q_latent + t * p.q_latent_token + h * p.q_latent_head, p.cache.latent);
+      copy_elements(row + p.cache.latent, p.q_pe + t * p.q_pe_token + h * p.q_pe_head, p.cache.rope);
     }
 #ifdef AMXK_HALF_PANEL
     if (first / kGroup >= whole_groups(rows)) {

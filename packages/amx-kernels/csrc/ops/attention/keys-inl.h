@@ -26,7 +26,8 @@ void locate_keys(const PagedCache& cache, int64_t request, int64_t first, int n,
       int64_t filled = 0;
       if (g + i < n) {
         const int64_t block = block_id(cache, request, (key + i) / cache.block_size);
-        memcpy(copy, cache.data + block * cache.block_stride + (key + i) % cache.block_size * cache.row_stride, width * sizeof(bf16));
+        const bf16* row = cache.data + block * cache.block_stride + (key + i) % cache.block_size * cache.row_stride;
+        copy_elements(copy, row, width);
         filled = width;
       }
       memset(copy + filled, 0, static_cast<size_t>(padded - filled) * sizeof(bf16));

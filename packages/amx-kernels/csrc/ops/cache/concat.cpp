@@ -5,8 +5,6 @@ namespace amxk {
 namespace {
 
 constexpr int64_t kGrain = 64;  // tokens a thread must have to be worth waking: 74 KB
-// Rows fetched ahead. A store to a line that is not in L1 waits for it, and a core can have few such stores under way.
-constexpr int64_t kAhead = 4;
 
 struct ConcatCall {
   const ConcatParams& p;
@@ -41,20 +39,12 @@ void concat_task(void* argument, int task) {
   const ConcatCall& call = *static_cast<const ConcatCall*>(argument);
   const ConcatParams& p = call.p;
   const int64_t first = p.tokens * task / call.tasks, last = p.tokens * (task + 1) / call.tasks;
-  const int64_t width = p.latent + p.rope;
   Rows rows(p);
-  bf16* found[kAhead] = {};
-  for (int64_t t = first; t < last + kAhead; ++t) {
-    bf16* const next = t < last ? rows.of(t) : nullptr;
-    if (next != nullptr) {
-      for (int64_t i = 0; i < width; i += kStepK) __builtin_prefetch(next + i, 1, 3);
+  for (int64_t t = first; t < last; ++t) {
+    if (bf16* row = rows.of(t)) {
+      copy_elements(row, p.kv_c + t * p.kv_c_token, p.latent);
+      copy_elements(row + p.latent, p.k_pe + t * p.k_pe_token, p.rope);
     }
-    const int64_t token = t - kAhead;
-    if (bf16* row = found[t % kAhead]) {
-      memcpy(row, p.kv_c + token * p.kv_c_token, static_cast<size_t>(p.latent) * sizeof(bf16));
-      if (p.rope > 0) memcpy(row + p.latent, p.k_pe + token * p.k_pe_token, static_cast<size_t>(p.rope) * sizeof(bf16));
-    }
-    found[t % kAhead] = next;
   }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// kv_cache[slot] = kv_c[t] ++ k_pe[t]; one pass at copy bandwidth, the same on every tier: memcpy is the C library's.
+// kv_cache[slot] = kv_c[t] ++ k_pe[t]; one pass at copy bandwidth, the same code on every tier.
 #pragma once
 
 #include "base/common.h"
