@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The order of packed weights: panels go in blocks of four (the last block: what is left), block[k/2][panel][column][k%2].
-// With few rows a product reads each weight once, at the speed of memory, and then one run of addresses is what hardware
-// fetches best: panel after panel, four runs at a time, read half as fast from DRAM.
+// With few rows a product reads each weight once, at the speed of memory, and one run of addresses is what hardware fetches
+// best: four runs at a time, a panel each, take up to half as long again from DRAM.
 #pragma once
 
 namespace amxk {

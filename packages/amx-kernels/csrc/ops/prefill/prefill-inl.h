@@ -179,8 +179,9 @@ void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
     const int panels = static_cast<int>(ceil_div(keys, kGroup)), padded = static_cast<int>(round_up(keys, kStepK));
     RowGroup rows[kQueryBlock / kGroup], probabilities[kQueryBlock / kGroup];
     for (int g = 0; g < groups; ++g) rows[g] = {w.q + (row0 + g * kGroup) * s.key_width, s.key_width};
-    gemm<false>(rows, groups * kGroup, static_cast<int>(s.key_width / kStepK), 
-                {w.keys + k / kGroup * s.key_panel(), s.key_panel(), kStepK * kGroup}, panels, w.scores, kScoreRows * kGroup);
+    gemm<false>(rows, groups * kGroup, static_cast<int>(s.key_width / kStepK),
+                {w.keys + k / kGroup * s.key_panel(), s.key_panel(), kStepK * kGroup}, panels, w.scores,
+                kScoreRows * kGroup);
     for (int g = 0; g < groups; ++g) {
       alignas(64) int32_t visible[kGroup];
       for (int i = 0; i < kGroup; ++i) {
@@ -199,8 +200,8 @@ void attend_block(const PrefillParams& p, const PrefillShape& s, int64_t block, 
     }
     const bf16* v = w.values + k / kStepK * (s.value_panels * kStepK * kGroup);
     const auto product = first + k == 0 ? gemm<false> : gemm<true>;
-    product(probabilities, groups * kGroup, padded / kStepK, 
-            {v, kStepK * kGroup, s.value_panels * kStepK * kGroup}, static_cast<int>(s.value_panels), o, kQueryBlock * kGroup, nullptr, Keep{});
+    product(probabilities, groups * kGroup, padded / kStepK, {v, kStepK * kGroup, s.value_panels * kStepK * kGroup},
+            static_cast<int>(s.value_panels), o, kQueryBlock * kGroup, nullptr, Keep{});
   }
 }
 
