@@ -8,8 +8,9 @@ namespace amxk {
 namespace AMXK_TIER {
 namespace {
 
-// padded: the width of a copied row, a multiple of kStepK. Where the keys [first, first + n) of a request lie, as groups of 16 rows. A group inside one block is used in place;
-// one that straddles blocks, ends at the sequence's end or has a row width that is not a whole tile step is copied.
+// Where the keys [first, first + n) of a request lie, as groups of 16 rows. A group inside one block is used in place; one
+// that straddles blocks, ends at the sequence's end or has a row width that is not a whole tile step is copied. padded: the
+// width of a copied row, a multiple of kStepK.
 void locate_keys(const PagedCache& cache, int64_t request, int64_t first, int n, int64_t padded, bf16* gather,
                  RowGroup* groups) {
   const int64_t width = cache.latent + cache.rope;
