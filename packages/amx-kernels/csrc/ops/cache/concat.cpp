@@ -43,7 +43,7 @@ void concat_task(void* argument, int task) {
   for (int64_t t = first; t < last; ++t) {
     if (bf16* row = rows.of(t)) {
       copy_elements(row, p.kv_c + t * p.kv_c_token, p.latent);
-      copy_elements(row + p.latent, p.k_pe + t * p.k_pe_token, p.rope);
+      if (p.rope > 0) copy_elements(row + p.latent, p.k_pe + t * p.k_pe_token, p.rope);
     }
   }
 }
