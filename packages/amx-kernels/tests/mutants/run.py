@@ -211,7 +211,7 @@ MUTANTS = (
         "c.require(slot <= slots,",
         ERRORS,
     ),
-    Mutant("slot -1 written", "ops/cache/concat.cpp", "if (slot < 0) return", "if (slot < -1) return", CACHE),
+    Mutant("slot -1 written", "ops/cache/concat.cpp", "if (slot < 0) continue;", "if (slot < -1) continue;", CACHE),
     Mutant(
         "overlapping output accepted",
         "capi/check.cpp",

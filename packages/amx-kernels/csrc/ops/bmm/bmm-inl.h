@@ -59,7 +59,7 @@ AMXK_INLINE Fetch fetch_item(const BmmCall& call, const BmmItem& item, const Bmm
     // With few rows a whole block at once is read so fast that the hardware does better by itself; panel by panel, it
     // would see every fourth line only.
     if (p.rows < kGroup && kMaxPanels == kWeightPanels) return Fetch{};
-    const int64_t size = next.panels * call.depth * kGroup;
+    const int64_t size = packed_size(next.panels, call.depth);
     const int64_t rows = min(steps, kFetchedRows), width = round_up(ceil_div(size, rows), kStepK);
     const bf16* from = packed_block(call, next).at;
     for (int64_t r = 0; r < rows; r += kGroup) groups[r / kGroup] = {from + r * width, width};
@@ -92,11 +92,11 @@ void bmm_thread(void* argument, int thread) {
   const int64_t last = items * (thread + 1) / p.parallel.num_threads;
   if (first == last) return;
 
-  const int64_t panel_size = call.depth * kGroup;
+  const int64_t block_size = packed_size(kBlockPanels, call.depth);  // of plain weights, packed
   const size_t c_bytes = sizeof(float) * kBlockPanels * kBlockGroups * kGroup * kGroup;
   const int64_t a_stride = call.depth + kStepK;  // a line more: depths are often powers of two
   const size_t a_bytes = sizeof(bf16) * kBlockGroups * kGroup * static_cast<size_t>(a_stride);
-  const size_t b_bytes = p.packed ? 0 : sizeof(bf16) * (kBlockPanels + 1) * static_cast<size_t>(panel_size);
+  const size_t b_bytes = p.packed ? 0 : sizeof(bf16) * static_cast<size_t>(block_size + packed_size(1, call.depth));
   char* memory = static_cast<char*>(scratch(Scratch::kWorker, c_bytes + a_bytes + b_bytes));
   if (memory == nullptr) {
     __atomic_store_n(&call.failed, 1, __ATOMIC_RELAXED);
@@ -123,7 +123,7 @@ void bmm_thread(void* argument, int thread) {
       b = packed_block(plain, 0, panels, call.depth);
       for (int64_t i = 0; i < panels; ++i) {
         pack_weight_panel(p.mat2 + n * p.mat2_batch, p.mat2_row, p.columns, p.depth, call.depth, panel0 + i,
-                          plain + kBlockPanels * panel_size, plain + packed_offset(i, call.depth), b.pair);
+                          plain + block_size, plain + packed_offset(i, call.depth), b.pair);
       }
     }
 

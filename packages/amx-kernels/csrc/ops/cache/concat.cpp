@@ -11,40 +11,25 @@ struct ConcatCall {
   int tasks;
 };
 
-// Finds the rows of the cache that tokens go to. Slots mostly follow each other: only a new block costs a division.
-class Rows {
- public:
-  explicit Rows(const ConcatParams& p) : p_(p), block_(p.cache) {}
-
-  // nullptr for a token that is not kept.
-  bf16* of(int64_t t) {
-    const int64_t slot = p_.slots_are_64bit ? static_cast<const int64_t*>(p_.slots)[t * p_.slot_stride]
-                                            : static_cast<const int32_t*>(p_.slots)[t * p_.slot_stride];
-    if (slot < 0) return nullptr;
-    if (slot < first_ || slot - first_ >= p_.block_size) {
-      const int64_t block = slot / p_.block_size;
-      first_ = block * p_.block_size;
-      block_ = p_.cache + block * p_.cache_block;
-    }
-    return block_ + (slot - first_) * p_.cache_row;
-  }
-
- private:
-  const ConcatParams& p_;
-  int64_t first_ = 0;  // slot of the block found last
-  bf16* block_;
-};
-
 void concat_task(void* argument, int task) {
   const ConcatCall& call = *static_cast<const ConcatCall*>(argument);
   const ConcatParams& p = call.p;
   const int64_t first = p.tokens * task / call.tasks, last = p.tokens * (task + 1) / call.tasks;
-  Rows rows(p);
+  // Slots mostly follow each other: only a new block costs a division.
+  int64_t block_slot = 0;  // the first of the block found last
+  bf16* block = p.cache;
   for (int64_t t = first; t < last; ++t) {
-    if (bf16* row = rows.of(t)) {
-      copy_elements(row, p.kv_c + t * p.kv_c_token, p.latent);
-      if (p.rope > 0) copy_elements(row + p.latent, p.k_pe + t * p.k_pe_token, p.rope);
+    const int64_t slot = p.slots_are_64bit ? static_cast<const int64_t*>(p.slots)[t * p.slot_stride]
+                                           : static_cast<const int32_t*>(p.slots)[t * p.slot_stride];
+    if (slot < 0) continue;
+    if (slot < block_slot || slot - block_slot >= p.block_size) {
+      const int64_t index = slot / p.block_size;
+      block_slot = index * p.block_size;
+      block = p.cache + index * p.cache_block;
     }
+    bf16* row = block + (slot - block_slot) * p.cache_row;
+    copy_elements(row, p.kv_c + t * p.kv_c_token, p.latent);
+    if (p.rope > 0) copy_elements(row + p.latent, p.k_pe + t * p.k_pe_token, p.rope);
   }
 }
 
